@@ -1,0 +1,1 @@
+"""What both ends of the conversation share: refs, layouts, statuses, deadlines. No engine, no torch."""

@@ -1,0 +1,152 @@
+"""The one home of configuration: every timeout, window and size, typed, with its unit in its name.
+
+The classes are plain data. Reading flags, `PD_*` environment variables and a TOML file into them is
+`pd_grpc.cli.settings`; each field has the same name in all three.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+MIB = 1 << 20
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class Timeouts(_Section):
+    """How long each side waits. All of it is counted on the monotonic clock of the one that waits."""
+
+    request_budget_s: float = Field(
+        300.0, gt=0, description="budget of a request whose client gives no deadline"
+    )
+    hop_margin_s: float = Field(
+        0.1, ge=0, description="how long before its budget ends each hop answers"
+    )
+    allocate_margin_s: float = Field(
+        2.0, gt=0, description="deadline of an Allocate call beyond its max_wait"
+    )
+    heartbeat_s: float = Field(5.0, gt=0, description="time between two heartbeats of P")
+    lease_s: float = Field(15.0, gt=0, description="life of a grant after it was last renewed")
+    grace_s: float = Field(1.0, ge=0, description="life of a broken session's grants")
+    reconnect_min_s: float = Field(0.05, gt=0, description="P's first reconnect back-off")
+    reconnect_max_s: float = Field(0.25, gt=0, description="P's longest reconnect back-off")
+    connect_s: float = Field(2.0, gt=0, description="how long opening a session may take")
+    kv_progress_s: float = Field(
+        10.0, gt=0, description="longest silence while KV chunks are unacknowledged"
+    )
+    first_token_s: float = Field(
+        30.0, gt=0, description="wait for the first token once the KV is complete"
+    )
+    attach_s: float = Field(10.0, gt=0, description="READY without a client leg")
+    no_progress_s: float = Field(
+        120.0, gt=0, description="engine or sender silent with work waiting: readiness off"
+    )
+    tombstone_s: float = Field(60.0, gt=0, description="memory of a transfer that has ended")
+    drain_s: float = Field(30.0, ge=0, description="how long a draining server finishes its work")
+    call_s: float = Field(5.0, gt=0, description="deadline of SendFirstToken, Release and look-ups")
+    session_idle_s: float = Field(
+        300.0, gt=0, description="P closes a session without transfers after this long"
+    )
+
+
+class Sizes(_Section):
+    """Bounds of queues, messages and tables."""
+
+    max_message_bytes: int = Field(
+        16 * MIB, ge=MIB, description="largest control message (a prompt of a million tokens)"
+    )
+    chunk_bytes: int = Field(MIB, ge=4096, description="payload of a KV chunk, about")
+    send_window_bytes: int = Field(
+        8 * MIB, ge=4096, description="KV bytes a shard lets a sender have unacknowledged"
+    )
+    allocate_queue: int = Field(1024, ge=1, description="Allocates that may wait for blocks on D")
+    tombstones: int = Field(65536, ge=1, description="ended transfers remembered")
+    prepare_window: int = Field(32, ge=1, description="Allocates in flight per D")
+    prepare_total: int = Field(256, ge=1, description="Allocates in flight in total")
+    prefill_queue: int = Field(1024, ge=1, description="requests that may wait on P")
+    prepare_ahead: int = Field(
+        0, ge=0, description="grants not yet computed; 0 means twice P's batch"
+    )
+
+
+class EngineConfig(_Section):
+    """Which engine, which model, how large a pool."""
+
+    engine: Literal["torch", "sim"] = Field("torch", description="inference engine")
+    model: str = Field(
+        "smollm2",
+        description="Hugging Face folder, hub name or GGUF file; smollm2 is the packaged model",
+    )
+    dtype: Literal["bfloat16", "float32", "float16"] = Field(
+        "bfloat16", description="dtype of weights and KV"
+    )
+    device: str = Field("cpu", description="torch device")
+    threads: int = Field(0, ge=0, description="torch threads; 0 leaves torch's own default")
+    block_size: int = Field(16, ge=1, le=1024, description="tokens per block")
+    num_blocks: int = Field(1024, ge=2, description="blocks in the pool")
+    max_model_len: int = Field(
+        0, ge=0, description="prompt plus output, tokens; 0 is the model's own limit"
+    )
+    max_batch: int = Field(32, ge=1, description="requests decoded together")
+    prefill_batch: int = Field(8, ge=1, description="requests prefilled together")
+    chunk_tokens: int = Field(
+        512, ge=1, description="prompt tokens per prefill step, a multiple of block_size"
+    )
+    sim_time_scale: float = Field(
+        0.0, ge=0, description="sim: factor on the step table; 0 takes no time at all"
+    )
+    sim_vocab: int = Field(32000, ge=300, description="sim: size of the vocabulary")
+    sim_layers: int = Field(4, ge=1, description="sim: layers")
+    sim_heads: int = Field(2, ge=1, description="sim: heads")
+    sim_head_dim: int = Field(8, ge=8, description="sim: bytes per head")
+
+
+class TelemetryConfig(_Section):
+    """Where spans and logs go."""
+
+    otlp: str = Field("", description="host:port of an OTLP collector over gRPC; empty is off")
+    log_format: Literal["human", "json"] = Field("human", description="how log lines look")
+    log_level: Literal["debug", "info", "warning", "error"] = Field(
+        "info", description="least severe log line"
+    )
+
+
+class ServerConfig(Timeouts, Sizes, TelemetryConfig):
+    """What every server has."""
+
+    name: str = Field("", description="stable name of the instance; empty is role-port")
+    host: str = Field("127.0.0.1", description="address to bind")
+    port: int = Field(0, ge=0, le=65535, description="control port; 0 takes a free one")
+    advertise: str = Field("", description="host:port others reach it at; empty is what it bound")
+
+
+class PrefillConfig(ServerConfig, EngineConfig):
+    """`pd-grpc serve prefill`."""
+
+
+class DecodeConfig(ServerConfig, EngineConfig):
+    """`pd-grpc serve decode`."""
+
+    bulk_port: int = Field(
+        0, ge=0, le=65535, description="port of the TransferService shard; 0 takes a free one"
+    )
+    bulk_advertise: str = Field(
+        "", description="host:port of the shard as P reaches it; empty is what it bound"
+    )
+
+
+class RouterConfig(ServerConfig):
+    """`pd-grpc serve router`."""
+
+    prefill: tuple[str, ...] = Field((), description="control endpoints of prefill instances")
+    decode: tuple[str, ...] = Field((), description="control endpoints of decode instances")
+    aggregated: bool = Field(
+        False, description="send requests to decode instances alone, which prefill themselves"
+    )
+    engine: Literal["torch", "sim"] = Field("torch", description="whose tokenizer to use")
+    model: str = Field("smollm2", description="whose tokenizer to use; as for the engines")
+    sim_vocab: int = Field(32000, ge=300, description="sim: size of the vocabulary")
