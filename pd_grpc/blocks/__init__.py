@@ -1,0 +1,1 @@
+"""Who holds which block of a KV pool. Pure Python: no gRPC, no torch, no bytes."""
