@@ -1,0 +1,1 @@
+"""The `pd-grpc` command."""
