@@ -1,1 +1,1 @@
-"""What both ends of the conversation share: refs, layouts, statuses, deadlines. No engine, no torch."""
+"""What both ends of the conversation share; no engine, no torch."""

@@ -18,7 +18,7 @@ class _Section(BaseModel):
 
 
 class Timeouts(_Section):
-    """How long each side waits. All of it is counted on the monotonic clock of the one that waits."""
+    """How long each side waits, counted on the monotonic clock of the one that waits."""
 
     request_budget_s: float = Field(
         300.0, gt=0, description="budget of a request whose client gives no deadline"

@@ -1,0 +1,271 @@
+"""The status table: every way the conversation fails, with its code, reason and consequence.
+
+This is the one place that maps a fault to a gRPC status and a status back to a fault; both the
+raising and the reading side use it. Classes are read from code and reason, never from text.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+
+from google.rpc import code_pb2, error_details_pb2, status_pb2
+
+from pd_grpc.protocol.sampling import FieldError
+
+DOMAIN = "pd_grpc"
+
+
+class Code(enum.IntEnum):
+    """gRPC status codes by their canonical numbers."""
+
+    OK = code_pb2.OK
+    CANCELLED = code_pb2.CANCELLED
+    UNKNOWN = code_pb2.UNKNOWN
+    INVALID_ARGUMENT = code_pb2.INVALID_ARGUMENT
+    DEADLINE_EXCEEDED = code_pb2.DEADLINE_EXCEEDED
+    NOT_FOUND = code_pb2.NOT_FOUND
+    ALREADY_EXISTS = code_pb2.ALREADY_EXISTS
+    PERMISSION_DENIED = code_pb2.PERMISSION_DENIED
+    RESOURCE_EXHAUSTED = code_pb2.RESOURCE_EXHAUSTED
+    FAILED_PRECONDITION = code_pb2.FAILED_PRECONDITION
+    ABORTED = code_pb2.ABORTED
+    OUT_OF_RANGE = code_pb2.OUT_OF_RANGE
+    UNIMPLEMENTED = code_pb2.UNIMPLEMENTED
+    INTERNAL = code_pb2.INTERNAL
+    UNAVAILABLE = code_pb2.UNAVAILABLE
+    DATA_LOSS = code_pb2.DATA_LOSS
+    UNAUTHENTICATED = code_pb2.UNAUTHENTICATED
+
+
+class Reason(enum.Enum):
+    """`google.rpc.ErrorInfo.reason` of every fault of ours."""
+
+    BAD_REQUEST = "BAD_REQUEST"
+    TOO_LARGE = "TOO_LARGE"
+    HANDOFF_MISMATCH = "HANDOFF_MISMATCH"
+    NO_BLOCKS = "NO_BLOCKS"
+    QUEUE_FULL = "QUEUE_FULL"
+    DUPLICATE_TRANSFER = "DUPLICATE_TRANSFER"
+    DUPLICATE_REQUEST = "DUPLICATE_REQUEST"
+    STALE_EPOCH = "STALE_EPOCH"
+    WRONG_INSTANCE = "WRONG_INSTANCE"
+    STALE_ATTEMPT = "STALE_ATTEMPT"
+    SUPERSEDED = "SUPERSEDED"
+    RELEASED = "RELEASED"
+    UNKNOWN_TRANSFER = "UNKNOWN_TRANSFER"
+    LEASE_EXPIRED = "LEASE_EXPIRED"
+    NO_SESSION = "NO_SESSION"
+    WRONG_STATE = "WRONG_STATE"
+    LAYOUT_MISMATCH = "LAYOUT_MISMATCH"
+    FEATURE = "FEATURE"
+    KV_CORRUPT = "KV_CORRUPT"
+    DRAINING = "DRAINING"
+    NO_INSTANCE = "NO_INSTANCE"
+    PREFILL_LOST = "PREFILL_LOST"
+    DECODE_LOST = "DECODE_LOST"
+    ENGINE_STUCK = "ENGINE_STUCK"
+    SENDER_STUCK = "SENDER_STUCK"
+    ENGINE_ERROR = "ENGINE_ERROR"
+    CLIENT_GONE = "CLIENT_GONE"
+    CLIENT_ABSENT = "CLIENT_ABSENT"
+    STAGE_DEADLINE = "STAGE_DEADLINE"
+    CREDENTIALS = "CREDENTIALS"
+    ROLE = "ROLE"
+    NOT_OWNER = "NOT_OWNER"
+
+
+class Retry(enum.Enum):
+    """Whether another try can help, and where."""
+
+    NEVER = "never"
+    OTHER = "other"
+    """On another instance, with a new attempt."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One row of the status table: the code between P, D and router, the code a client sees, and
+    whether a retry helps."""
+
+    code: Code
+    client: Code
+    retry: Retry
+
+
+def _row(code: Code, retry: Retry = Retry.NEVER, client: Code | None = None) -> Row:
+    return Row(code, code if client is None else client, retry)
+
+
+STATUS_TABLE: Mapping[Reason, Row] = {
+    Reason.BAD_REQUEST: _row(Code.INVALID_ARGUMENT),
+    Reason.TOO_LARGE: _row(Code.INVALID_ARGUMENT),
+    Reason.HANDOFF_MISMATCH: _row(Code.INVALID_ARGUMENT, client=Code.INTERNAL),
+    Reason.NO_BLOCKS: _row(Code.RESOURCE_EXHAUSTED, Retry.OTHER),
+    Reason.QUEUE_FULL: _row(Code.RESOURCE_EXHAUSTED, Retry.OTHER),
+    Reason.DUPLICATE_TRANSFER: _row(Code.ALREADY_EXISTS),
+    Reason.DUPLICATE_REQUEST: _row(Code.ALREADY_EXISTS),
+    Reason.STALE_EPOCH: _row(Code.FAILED_PRECONDITION, Retry.OTHER, Code.UNAVAILABLE),
+    Reason.WRONG_INSTANCE: _row(Code.FAILED_PRECONDITION, Retry.OTHER, Code.UNAVAILABLE),
+    Reason.STALE_ATTEMPT: _row(Code.ABORTED),
+    Reason.SUPERSEDED: _row(Code.ABORTED),
+    Reason.RELEASED: _row(Code.ABORTED),
+    Reason.UNKNOWN_TRANSFER: _row(Code.NOT_FOUND, Retry.OTHER, Code.UNAVAILABLE),
+    Reason.LEASE_EXPIRED: _row(Code.NOT_FOUND, Retry.OTHER, Code.UNAVAILABLE),
+    Reason.NO_SESSION: _row(Code.FAILED_PRECONDITION, client=Code.INTERNAL),
+    Reason.WRONG_STATE: _row(Code.FAILED_PRECONDITION, client=Code.INTERNAL),
+    Reason.LAYOUT_MISMATCH: _row(Code.FAILED_PRECONDITION, Retry.OTHER, Code.UNAVAILABLE),
+    Reason.FEATURE: _row(Code.UNIMPLEMENTED),
+    Reason.KV_CORRUPT: _row(Code.DATA_LOSS, Retry.OTHER, Code.UNAVAILABLE),
+    Reason.DRAINING: _row(Code.UNAVAILABLE, Retry.OTHER),
+    Reason.NO_INSTANCE: _row(Code.UNAVAILABLE, Retry.OTHER),
+    Reason.PREFILL_LOST: _row(Code.UNAVAILABLE, Retry.OTHER),
+    Reason.DECODE_LOST: _row(Code.UNAVAILABLE, Retry.OTHER),
+    Reason.ENGINE_STUCK: _row(Code.UNAVAILABLE, Retry.OTHER),
+    Reason.SENDER_STUCK: _row(Code.UNAVAILABLE, Retry.OTHER),
+    Reason.ENGINE_ERROR: _row(Code.INTERNAL),
+    Reason.CLIENT_GONE: _row(Code.CANCELLED),
+    Reason.CLIENT_ABSENT: _row(Code.DEADLINE_EXCEEDED),
+    Reason.STAGE_DEADLINE: _row(Code.DEADLINE_EXCEEDED),
+    Reason.CREDENTIALS: _row(Code.UNAUTHENTICATED),
+    Reason.ROLE: _row(Code.PERMISSION_DENIED),
+    Reason.NOT_OWNER: _row(Code.PERMISSION_DENIED),
+}
+
+
+@dataclass(frozen=True)
+class Quota:
+    """What a pool lacks for a request, in blocks."""
+
+    needed: int
+    free: int
+
+
+@dataclass(eq=False)
+class Fault(Exception):
+    """A failure of the conversation, with everything its status carries.
+
+    `code` is the table's unless the fault was mapped for a client. `metadata` goes into ErrorInfo,
+    `fields` into BadRequest, `retry_after_s` into RetryInfo, `quota` into QuotaFailure.
+    """
+
+    reason: Reason
+    message: str
+    metadata: Mapping[str, str] = field(default_factory=dict)
+    fields: Sequence[FieldError] = ()
+    retry_after_s: float | None = None
+    quota: Quota | None = None
+    mapped_code: Code | None = None
+
+    @property
+    def code(self) -> Code:
+        """The gRPC code it travels with."""
+        return STATUS_TABLE[self.reason].code if self.mapped_code is None else self.mapped_code
+
+    @property
+    def retry(self) -> Retry:
+        """Whether another try can help."""
+        return STATUS_TABLE[self.reason].retry
+
+    def for_client(self) -> Fault:
+        """The same fault with the code that the table lets a client see."""
+        return Fault(
+            self.reason,
+            self.message,
+            self.metadata,
+            self.fields,
+            self.retry_after_s,
+            self.quota,
+            STATUS_TABLE[self.reason].client,
+        )
+
+    def status(self) -> status_pb2.Status:
+        """As a `google.rpc.Status` with its details."""
+        info = error_details_pb2.ErrorInfo(
+            domain=DOMAIN, reason=self.reason.value, metadata=dict(self.metadata)
+        )
+        status = status_pb2.Status(code=int(self.code), message=self.message)
+        status.details.add().Pack(info)
+        if self.fields:
+            bad = error_details_pb2.BadRequest()
+            for wrong in self.fields:
+                bad.field_violations.add(field=wrong.field, description=wrong.description)
+            status.details.add().Pack(bad)
+        if self.retry_after_s is not None:
+            retry = error_details_pb2.RetryInfo()
+            retry.retry_delay.FromTimedelta(timedelta(seconds=self.retry_after_s))
+            status.details.add().Pack(retry)
+        if self.quota is not None:
+            failure = error_details_pb2.QuotaFailure()
+            failure.violations.add(
+                subject="blocks",
+                description=f"{self.quota.needed} blocks needed, {self.quota.free} free",
+                quota_value=self.quota.free,
+            )
+            status.details.add().Pack(failure)
+        return status
+
+    def __str__(self) -> str:
+        return f"{self.code.name} {self.reason.value}: {self.message}"
+
+
+@dataclass(eq=False)
+class TransportFault(Exception):
+    """A status that is not ours: no ErrorInfo of our domain. UNAVAILABLE means the peer is lost;
+    RESOURCE_EXHAUSTED means a message too large; no other is retried."""
+
+    code: Code
+    message: str
+
+    @property
+    def peer_lost(self) -> bool:
+        """Whether the connection to the peer is gone."""
+        return self.code is Code.UNAVAILABLE
+
+    def __str__(self) -> str:
+        return f"{self.code.name}: {self.message}"
+
+
+def read_status(status: status_pb2.Status) -> Fault | TransportFault:
+    """The fault a status carries; a status without our ErrorInfo is the transport's.
+
+    A reason this version does not know is read as the transport's too: its code still says what
+    kind it is.
+    """
+    info = error_details_pb2.ErrorInfo()
+    bad = error_details_pb2.BadRequest()
+    retry = error_details_pb2.RetryInfo()
+    for detail in status.details:
+        for message in (info, bad, retry):
+            if detail.Is(message.DESCRIPTOR):
+                detail.Unpack(message)
+    try:
+        code = Code(status.code)
+    except ValueError:
+        code = Code.UNKNOWN
+    if info.domain != DOMAIN or info.reason not in Reason.__members__:
+        return TransportFault(code, status.message)
+    reason = Reason[info.reason]
+    delay = retry.retry_delay.ToTimedelta().total_seconds()
+    return Fault(
+        reason,
+        status.message,
+        dict(info.metadata),
+        tuple(FieldError(v.field, v.description) for v in bad.field_violations),
+        retry_after_s=delay if delay > 0 else None,
+        mapped_code=None if code is STATUS_TABLE[reason].code else code,
+    )
+
+
+def bad_request(fields: Sequence[FieldError]) -> Fault:
+    """INVALID_ARGUMENT naming every field that is wrong, and its limit."""
+    text = "; ".join(f"{f.field}: {f.description}" for f in fields)
+    return Fault(Reason.BAD_REQUEST, text, fields=tuple(fields))
+
+
+def stage_deadline(stage: str, budget: str = "") -> Fault:
+    """The time of a stage is over."""
+    text = f"the request's time ended while in stage '{stage}'"
+    return Fault(Reason.STAGE_DEADLINE, f"{text}{budget}", {"stage": stage})

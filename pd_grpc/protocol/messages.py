@@ -1,0 +1,156 @@
+"""Between the messages of pd_grpc.v1 and the types the rules work on."""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+from collections.abc import Sequence
+
+from google.protobuf.duration_pb2 import Duration
+
+from pd_grpc.protocol.layout import CANONICAL, GroupKind, KvGroup, KvLayout, Plane, PlaneKind
+from pd_grpc.protocol.sampling import FieldError, Sampling
+from pd_grpc.v1 import inference_pb2, layout_pb2, sampling_pb2
+
+
+def duration(seconds: float) -> Duration:
+    """Seconds as a Duration; negative ones become zero."""
+    nanos = max(0, round(seconds * 1e9))
+    return Duration(seconds=nanos // 1_000_000_000, nanos=nanos % 1_000_000_000)
+
+
+def seconds(value: Duration) -> float:
+    """A Duration in seconds."""
+    return value.seconds + value.nanos / 1e9
+
+
+def sampling_to_proto(s: Sampling) -> sampling_pb2.SamplingParams:
+    """As sent on the wire, every optional field set."""
+    return sampling_pb2.SamplingParams(
+        max_tokens=s.max_tokens,
+        min_tokens=s.min_tokens,
+        temperature=s.temperature,
+        top_p=s.top_p,
+        top_k=s.top_k,
+        seed=s.seed,
+        stop=s.stop,
+        stop_token_ids=s.stop_token_ids,
+        ignore_eos=s.ignore_eos,
+        logprobs=s.logprobs,
+    )
+
+
+def sampling_from_proto(p: sampling_pb2.SamplingParams, default_max_tokens: int = 0) -> Sampling:
+    """With defaults filled in; not validated (see `sampling_errors`)."""
+    return Sampling(
+        max_tokens=p.max_tokens or default_max_tokens,
+        min_tokens=p.min_tokens,
+        temperature=p.temperature if p.HasField("temperature") else 1.0,
+        top_p=p.top_p if p.HasField("top_p") else 1.0,
+        top_k=p.top_k,
+        seed=p.seed if p.HasField("seed") else 0,
+        stop=tuple(p.stop),
+        stop_token_ids=tuple(p.stop_token_ids),
+        ignore_eos=p.ignore_eos,
+        logprobs=p.logprobs if p.HasField("logprobs") else None,
+    )
+
+
+def unbuilt_sampling(p: sampling_pb2.SamplingParams) -> str | None:
+    """Name of the first reserved sampling field that is in use, if any."""
+    used = {
+        "min_p": p.min_p != 0,
+        "presence_penalty": p.presence_penalty != 0,
+        "frequency_penalty": p.frequency_penalty != 0,
+        "repetition_penalty": p.HasField("repetition_penalty") and p.repetition_penalty != 1,
+        "logit_bias": len(p.logit_bias) > 0,
+        "n": p.n > 1,
+        "prompt_logprobs": p.prompt_logprobs,
+        "structured_output": p.HasField("structured_output"),
+    }
+    return next((f"sampling.{name}" for name, on in used.items() if on), None)
+
+
+def unbuilt_scope(p: sampling_pb2.RequestScope) -> str | None:
+    """Name of the first reserved request field that is in use, if any."""
+    used = {
+        "model": bool(p.model),
+        "adapter": bool(p.adapter),
+        "cache_salt": bool(p.cache_salt),
+        "media_hashes": len(p.media_hashes) > 0,
+        "tenant": bool(p.tenant),
+        "priority": p.priority != 0,
+        "siblings": p.siblings > 1,
+        "draft_token_ids": len(p.draft_token_ids) > 0,
+        "direction": p.direction == sampling_pb2.DIRECTION_PULL,
+    }
+    return next((f"scope.{name}" for name, on in used.items() if on), None)
+
+
+def layout_to_proto(layout: KvLayout) -> layout_pb2.KvLayout:
+    """As sent in Hello, Welcome and GetModelInfo."""
+    return layout_pb2.KvLayout(
+        model=layout.model,
+        positions=layout.positions,
+        block_size=layout.block_size,
+        format=layout.format,
+        groups=[
+            layout_pb2.KvGroup(
+                kind=layout_pb2.KvGroupKind.Value(f"KV_GROUP_KIND_{group.kind.name}"),
+                layers=group.layers,
+                window=group.window,
+                planes=[
+                    layout_pb2.Plane(
+                        kind=layout_pb2.PlaneKind.Value(f"PLANE_KIND_{plane.kind.name}"),
+                        dtype=plane.dtype,
+                        heads=plane.heads,
+                        head_dim=plane.head_dim,
+                    )
+                    for plane in group.planes
+                ],
+            )
+            for group in layout.groups
+        ],
+    )
+
+
+def layout_from_proto(p: layout_pb2.KvLayout) -> KvLayout:
+    """With defaults filled in. ValueError names an enum value this version does not know."""
+    return KvLayout(
+        model=p.model,
+        positions=p.positions,
+        block_size=p.block_size,
+        format=p.format or CANONICAL,
+        groups=tuple(_group_from_proto(g, group) for g, group in enumerate(p.groups)),
+    )
+
+
+def _group_from_proto(g: int, p: layout_pb2.KvGroup) -> KvGroup:
+    try:
+        return KvGroup(
+            kind=GroupKind(p.kind or layout_pb2.KV_GROUP_KIND_FULL),
+            layers=p.layers,
+            window=p.window,
+            planes=tuple(Plane(PlaneKind(x.kind), x.dtype, x.heads, x.head_dim) for x in p.planes),
+        )
+    except ValueError as error:
+        raise ValueError(f"groups[{g}]: {error}") from None
+
+
+def prompt_digest(token_ids: Sequence[int]) -> bytes:
+    """SHA-256 over the tokens as little-endian uint32; 32 bytes."""
+    return hashlib.sha256(struct.pack(f"<{len(token_ids)}I", *token_ids)).digest()
+
+
+def token_errors(token_ids: Sequence[int], vocab_size: int, field: str) -> list[FieldError]:
+    """The first token id outside the vocabulary, if any."""
+    for i, token_id in enumerate(token_ids):
+        if token_id >= vocab_size:
+            limit = f"{token_id} is outside the vocabulary; ids are below {vocab_size}"
+            return [FieldError(f"{field}[{i}]", limit)]
+    return []
+
+
+def prompt_of(request: inference_pb2.GenerateRequest) -> list[int]:
+    """The token ids of a Generate that carries token ids."""
+    return list(request.token_ids.ids)

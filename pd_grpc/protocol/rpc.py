@@ -1,0 +1,137 @@
+"""gRPC as this project uses it: channels, servers, deadlines, and faults as statuses."""
+
+from __future__ import annotations
+
+from typing import Any, NoReturn
+
+import grpc
+import grpc.aio
+from google.rpc import status_pb2
+
+from pd_grpc.protocol.config import ServerConfig, Sizes, Timeouts
+from pd_grpc.protocol.faults import Code, Fault, TransportFault, read_status
+
+_NO_DEADLINE_S = 1e9
+"""grpc reports about 9e18 s for a call without a deadline."""
+
+_DETAILS_KEY = "grpc-status-details-bin"
+
+
+def channel_options(timeouts: Timeouts, sizes: Sizes) -> list[tuple[str, Any]]:
+    """Options of every channel: quick reconnects, bounded messages, keepalive that finds a frozen
+    peer (`ping_timeout_ms` beside `keepalive_timeout_ms`), no compression."""
+    heartbeat_ms = int(timeouts.heartbeat_s * 1000)
+    return [
+        ("grpc.initial_reconnect_backoff_ms", int(timeouts.reconnect_min_s * 1000)),
+        ("grpc.min_reconnect_backoff_ms", int(timeouts.reconnect_min_s * 1000)),
+        ("grpc.max_reconnect_backoff_ms", int(timeouts.reconnect_max_s * 1000)),
+        ("grpc.max_receive_message_length", sizes.max_message_bytes),
+        ("grpc.max_send_message_length", sizes.max_message_bytes),
+        ("grpc.keepalive_time_ms", heartbeat_ms),
+        ("grpc.keepalive_timeout_ms", heartbeat_ms),
+        ("grpc.http2.ping_timeout_ms", heartbeat_ms),
+        ("grpc.keepalive_permit_without_calls", 1),
+        ("grpc.http2.max_pings_without_data", 0),
+        ("grpc.use_local_subchannel_pool", 1),
+    ]
+
+
+def server_options(config: ServerConfig) -> list[tuple[str, Any]]:
+    """Options of every server: a port in use is an error, keepalive pings of our channels pass."""
+    return [
+        ("grpc.so_reuseport", 0),
+        ("grpc.max_receive_message_length", config.max_message_bytes),
+        ("grpc.max_send_message_length", config.max_message_bytes),
+        ("grpc.http2.min_ping_interval_without_data_ms", 100),
+        ("grpc.http2.min_recv_ping_interval_without_data_ms", 100),
+        ("grpc.keepalive_permit_without_calls", 1),
+        ("grpc.http2.max_ping_strikes", 0),
+    ]
+
+
+def aio_channel(endpoint: str, timeouts: Timeouts, sizes: Sizes, **kwargs: Any) -> grpc.aio.Channel:
+    """A channel for the loop that calls this, with a connection of its own."""
+    return grpc.aio.insecure_channel(endpoint, options=channel_options(timeouts, sizes), **kwargs)
+
+
+def sync_channel(endpoint: str, timeouts: Timeouts, sizes: Sizes) -> grpc.Channel:
+    """A channel whose calls are futures, for work that must not hold a coroutine per call."""
+    return grpc.insecure_channel(endpoint, options=channel_options(timeouts, sizes))
+
+
+class PortInUse(Exception):
+    """A server's port is taken; the message names the address."""
+
+
+def bind(server: grpc.aio.Server, host: str, port: int) -> int:
+    """Bind and return the port. PortInUse when someone listens there already."""
+    address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+    try:
+        bound = server.add_insecure_port(address)
+    except RuntimeError as error:
+        raise PortInUse(f"cannot listen on {address}: {error}") from error
+    if bound == 0:
+        raise PortInUse(f"cannot listen on {address}")
+    return int(bound)
+
+
+def time_left(context: grpc.aio.ServicerContext[Any, Any]) -> float | None:
+    """Seconds until the caller's deadline; None when it has none."""
+    left = context.time_remaining()
+    return None if left is None or left > _NO_DEADLINE_S else max(0.0, float(left))
+
+
+def budget_of(context: grpc.aio.ServicerContext[Any, Any], timeouts: Timeouts) -> float:
+    """The budget of a request: the caller's deadline less the hop margin, or the default."""
+    left = time_left(context)
+    if left is None:
+        return timeouts.request_budget_s
+    return max(0.0, left - timeouts.hop_margin_s)
+
+
+async def abort(context: grpc.aio.ServicerContext[Any, Any], fault: Fault) -> NoReturn:
+    """End the call with the fault's status and details."""
+    await abort_with(context, fault.status())
+
+
+async def abort_with(
+    context: grpc.aio.ServicerContext[Any, Any], status: status_pb2.Status
+) -> NoReturn:
+    """End the call with a status."""
+    await context.abort(
+        grpc_code(Code(status.code)),
+        status.message,
+        trailing_metadata=((_DETAILS_KEY, status.SerializeToString()),),
+    )
+    raise AssertionError("abort returns never")
+
+
+def grpc_code(code: Code) -> grpc.StatusCode:
+    """grpc's own enum for a code."""
+    return grpc.StatusCode[code.name]
+
+
+def read_error(error: grpc.RpcError) -> Fault | TransportFault:
+    """What a failed call of either API says."""
+    code: grpc.StatusCode = error.code()  # type: ignore[attr-defined]
+    details: str = error.details() or ""  # type: ignore[attr-defined]
+    for key, value in error.trailing_metadata() or ():  # type: ignore[attr-defined]
+        if key == _DETAILS_KEY:
+            return read_status(status_pb2.Status.FromString(value))
+    return TransportFault(Code[code.name], details)
+
+
+__all__ = [
+    "PortInUse",
+    "abort",
+    "abort_with",
+    "aio_channel",
+    "bind",
+    "budget_of",
+    "channel_options",
+    "grpc_code",
+    "read_error",
+    "server_options",
+    "sync_channel",
+    "time_left",
+]
