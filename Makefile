@@ -11,6 +11,8 @@ BUILD := build
 .DEFAULT_GOAL := help
 .PHONY: help venv test lint protos-lint types unit demo protoc protos protos-breaking format clean
 .DELETE_ON_ERROR:
+# pytest comes last, with its closing line, under -j too.
+.NOTPARALLEL:
 
 help:
 	@echo 'make test             everything a change must pass'
