@@ -1,0 +1,1 @@
+"""The three servers: each reads its configuration, builds what it needs, and serves."""
