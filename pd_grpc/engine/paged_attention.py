@@ -1,0 +1,207 @@
+"""Attention over a paged pool in the canonical block order, as transformers calls it.
+
+One function is registered with transformers' `AttentionInterface`. A forward pass hands it a
+`Step`, which says whose rows it holds and where their KV lies. The keys stored are those after the
+position encoding, and heads shared by several query heads are stored once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+from transformers import AttentionInterface
+
+from pd_grpc.protocol.layout import KvLayout
+
+ATTENTION_NAME = "pd_paged"
+
+# Each of these, when it has a value, asks for something else than plain causal attention.
+_NOT_PLAIN = ("attention_mask", "sliding_window", "softcap", "s_aux", "position_bias")
+
+
+class UnsupportedAttention(ValueError):
+    """The model asks for an attention that is not computed here; the message says which."""
+
+
+class PagedKv:
+    """A pool of blocks as one CPU tensor, and each layer's part of it as a strided view."""
+
+    def __init__(self, layout: KvLayout, num_blocks: int, dtype: torch.dtype) -> None:
+        """`layout` has one FULL group with planes K and V of equal shape, elements of `dtype`."""
+        group = layout.groups[0]
+        plane = group.planes[0]
+        shape = (num_blocks, group.layers, 2, plane.heads, layout.block_size, plane.head_dim)
+        self.blocks = torch.zeros(shape, dtype=dtype)
+        self.block_size = layout.block_size
+        self._for_write = self.blocks.permute(1, 0, 4, 2, 3, 5).unbind(0)
+        self._for_read = self.blocks.permute(1, 2, 3, 0, 4, 5).unbind(0)
+
+    def buffer(self) -> memoryview:
+        """The bytes of all blocks, one after another; shared, not copied."""
+        return memoryview(self.blocks.view(torch.uint8).numpy().reshape(-1).data)
+
+    def write(
+        self,
+        layer: int,
+        blocks: torch.Tensor,
+        offsets: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+    ) -> None:
+        """Store `key` and `value`, each `(tokens, heads, head_dim)`, token i at `offsets[i]` of
+        block `blocks[i]`."""
+        self._for_write[layer][blocks, offsets] = torch.stack((key, value), dim=1)
+
+    def gather(self, layer: int, blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """K and V of the tokens of `blocks` in that order, `(heads, tokens, head_dim)` each."""
+        found = self._for_read[layer].index_select(2, blocks).flatten(2, 3)
+        return found[0], found[1]
+
+
+@dataclass(frozen=True)
+class Run:
+    """Consecutive rows of a forward pass that are consecutive tokens of one sequence.
+
+    Its tokens stand at positions `start` to `start + rows - 1`; `block_table` covers them all.
+    """
+
+    start: int
+    rows: int
+    block_table: Sequence[int]
+
+
+class Step:
+    """One forward pass over the rows of several runs, one run after another.
+
+    Rows beyond those of the runs are padding: nothing is stored for them and they attend to
+    nothing. `on_layer(layer)` is called as soon as a layer's KV is stored for every run.
+    """
+
+    def __init__(self, kv: PagedKv, runs: Sequence[Run], on_layer: Callable[[int], None]) -> None:
+        self._kv = kv
+        self._on_layer = on_layer
+        self.layers_seen: list[int] = []
+        size = kv.block_size
+        self.positions = torch.cat([torch.arange(r.start, r.start + r.rows) for r in runs])
+        self.rows = len(self.positions)
+        tables = [torch.tensor(r.block_table[: -(-(r.start + r.rows) // size)]) for r in runs]
+        self._read_blocks = torch.cat(tables)
+        self._write_offsets = self.positions % size
+        self._write_blocks = torch.cat(
+            [
+                table[torch.arange(r.start, r.start + r.rows) // size]
+                for table, r in zip(tables, runs, strict=True)
+            ]
+        )
+        self._reads = []
+        row = token = 0
+        for table, run in zip(tables, runs, strict=True):
+            length = run.start + run.rows
+            self._reads.append(_Read(row, run.rows, token, length, _causal_mask(run.rows, length)))
+            row += run.rows
+            token += len(table) * size
+
+    def attend(
+        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float
+    ) -> torch.Tensor:
+        """Attention of one layer.
+
+        Query `(heads, rows, dim)`, key and value `(kv heads, rows, dim)`, result
+        `(rows, heads, dim)`. Each run is computed by itself over exactly its own tokens, so that a
+        request's result does not depend on its neighbours.
+        """
+        key, value = key[:, : self.rows], value[:, : self.rows]
+        self._kv.write(
+            layer,
+            self._write_blocks,
+            self._write_offsets,
+            key.transpose(0, 1),
+            value.transpose(0, 1),
+        )
+        self.layers_seen.append(layer)
+        self._on_layer(layer)
+        keys, values = self._kv.gather(layer, self._read_blocks)
+        out = query.new_zeros(query.shape[1], query.shape[0], query.shape[2])
+        for read in self._reads:
+            q = query[:, read.row : read.row + read.rows]
+            k = keys[:, read.token : read.token + read.length]
+            v = values[:, read.token : read.token + read.length]
+            out[read.row : read.row + read.rows] = read.attend(q, k, v, scale)
+        return out
+
+
+@dataclass(frozen=True)
+class _Read:
+    """Where a run's rows and its gathered tokens begin, and how many there are.
+
+    `mask` says which tokens each row sees; a single row sees them all.
+    """
+
+    row: int
+    rows: int
+    token: int
+    length: int
+    mask: torch.Tensor | None
+
+    def attend(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float
+    ) -> torch.Tensor:
+        kv_heads, dim = k.shape[0], k.shape[2]
+        if self.rows == 1:
+            # The query heads that share a KV head become the rows of one small product.
+            q = q.reshape(kv_heads, 1, -1, dim)
+            out = scaled_dot_product_attention(q, k[:, None], v[:, None], scale=scale)
+            return out.reshape(1, -1, dim)
+        q = q.unflatten(0, (kv_heads, -1))
+        shared = (kv_heads, q.shape[1], self.length, dim)
+        out = scaled_dot_product_attention(
+            q,
+            k[:, None].expand(shared),
+            v[:, None].expand(shared),
+            attn_mask=self.mask,
+            scale=scale,
+        )
+        return out.flatten(0, 1).transpose(0, 1)
+
+
+def _causal_mask(rows: int, length: int) -> torch.Tensor | None:
+    if rows == 1:
+        return None
+    return torch.ones(rows, length, dtype=torch.bool).tril(length - rows)
+
+
+def paged_attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None = None,
+    scaling: float | None = None,
+    pd_step: Step | None = None,
+    **options: object,
+) -> tuple[torch.Tensor, None]:
+    """The function transformers calls in place of its own attention.
+
+    Query `(1, heads, rows, dim)`, key and value `(1, kv heads, rows, dim)`; the result is
+    `(1, rows, heads, dim)`. UnsupportedAttention when the model asks for anything but plain causal
+    attention.
+    """
+    if pd_step is None:
+        raise UnsupportedAttention("its layers do not pass keyword arguments on to the attention")
+    options["attention_mask"] = attention_mask
+    for name in _NOT_PLAIN:
+        if options.get(name) is not None:
+            raise UnsupportedAttention(f"its attention uses {name}")
+    if key.shape != value.shape or query.shape[-1] != key.shape[-1]:
+        raise UnsupportedAttention("its queries, keys and values differ in size")
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    layer = getattr(module, "layer_idx", None)
+    if not isinstance(layer, int):
+        raise UnsupportedAttention("its attention layers have no number (layer_idx)")
+    return pd_step.attend(layer, query[0], key[0], value[0], scale)[None], None
+
+
+AttentionInterface.register(ATTENTION_NAME, paged_attention)
