@@ -96,12 +96,12 @@ def layout_to_proto(layout: KvLayout) -> layout_pb2.KvLayout:
         format=layout.format,
         groups=[
             layout_pb2.KvGroup(
-                kind=layout_pb2.KvGroupKind.Value(f"KV_GROUP_KIND_{group.kind.name}"),
+                kind=f"KV_GROUP_KIND_{group.kind.name}",
                 layers=group.layers,
                 window=group.window,
                 planes=[
                     layout_pb2.Plane(
-                        kind=layout_pb2.PlaneKind.Value(f"PLANE_KIND_{plane.kind.name}"),
+                        kind=f"PLANE_KIND_{plane.kind.name}",
                         dtype=plane.dtype,
                         heads=plane.heads,
                         head_dim=plane.head_dim,

@@ -30,13 +30,16 @@ def key_of(ref: types_pb2.TransferRef) -> TransferKey:
     return TransferKey(ref.transfer_id, ref.attempt)
 
 
+def transfer_id_errors(transfer_id: str, field: str) -> list[FieldError]:
+    """Whether a transfer id is malformed."""
+    if _TRANSFER_ID.fullmatch(transfer_id):
+        return []
+    return [FieldError(field, "must be 1 to 128 characters of [A-Za-z0-9._:-]")]
+
+
 def ref_errors(ref: types_pb2.TransferRef, prefix: str = "ref") -> list[FieldError]:
     """The fields of a ref that are malformed."""
-    found = []
-    if not _TRANSFER_ID.fullmatch(ref.transfer_id):
-        found.append(
-            FieldError(f"{prefix}.transfer_id", "must be 1 to 128 characters of [A-Za-z0-9._:-]")
-        )
+    found = transfer_id_errors(ref.transfer_id, f"{prefix}.transfer_id")
     if ref.attempt < 1:
         found.append(FieldError(f"{prefix}.attempt", "must be at least 1"))
     return found

@@ -63,15 +63,20 @@ class PortInUse(Exception):
     """A server's port is taken; the message names the address."""
 
 
+def address(host: str, port: int) -> str:
+    """host:port, with the brackets an IPv6 address needs."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
 def bind(server: grpc.aio.Server, host: str, port: int) -> int:
     """Bind and return the port. PortInUse when someone listens there already."""
-    address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+    wanted = address(host, port)
     try:
-        bound = server.add_insecure_port(address)
+        bound = server.add_insecure_port(wanted)
     except RuntimeError as error:
-        raise PortInUse(f"cannot listen on {address}: {error}") from error
+        raise PortInUse(f"cannot listen on {wanted}: {error}") from error
     if bound == 0:
-        raise PortInUse(f"cannot listen on {address}")
+        raise PortInUse(f"cannot listen on {wanted}")
     return int(bound)
 
 
@@ -113,18 +118,18 @@ def grpc_code(code: Code) -> grpc.StatusCode:
 
 def read_error(error: grpc.RpcError) -> Fault | TransportFault:
     """What a failed call of either API says."""
-    code: grpc.StatusCode = error.code()  # type: ignore[attr-defined]
-    details: str = error.details() or ""  # type: ignore[attr-defined]
-    for key, value in error.trailing_metadata() or ():  # type: ignore[attr-defined]
+    metadata: Any = error.trailing_metadata()  # pairs in both APIs, whatever the stubs say
+    for key, value in metadata or ():
         if key == _DETAILS_KEY:
             return read_status(status_pb2.Status.FromString(value))
-    return TransportFault(Code[code.name], details)
+    return TransportFault(Code[error.code().name], error.details() or "")
 
 
 __all__ = [
     "PortInUse",
     "abort",
     "abort_with",
+    "address",
     "aio_channel",
     "bind",
     "budget_of",

@@ -1,0 +1,55 @@
+"""The names of spans, events and attributes, in one place: some conventions are still moving."""
+
+from __future__ import annotations
+
+from typing import Final
+
+# On the router.
+SPAN_REQUEST: Final = "pd.request"
+SPAN_ROUTE: Final = "pd.route"
+# On P. `pd.queue` ... `pd.first_token` are children of `pd.prefill_request`, `pd.allocate` of
+# `pd.prepare`.
+SPAN_PREFILL_REQUEST: Final = "pd.prefill_request"
+SPAN_QUEUE: Final = "pd.queue"
+SPAN_PREPARE: Final = "pd.prepare"
+SPAN_ALLOCATE: Final = "pd.allocate"
+SPAN_COMPUTE: Final = "pd.compute"
+SPAN_SEND: Final = "pd.send"
+SPAN_FIRST_TOKEN: Final = "pd.first_token"
+# On D. `pd.decode` is linked to the `pd.step` batches it shared.
+SPAN_RESERVE: Final = "pd.reserve"
+SPAN_RECEIVE: Final = "pd.receive"
+SPAN_DECODE: Final = "pd.decode"
+SPAN_STEP: Final = "pd.step"
+
+# `pd.compute` has one per chunk, `pd.send` one per acknowledged range.
+EVENT_CHUNK: Final = "pd.chunk"
+EVENT_ACK: Final = "pd.ack"
+
+# Whose work it is: on every span that belongs to a request.
+ATTR_TRANSFER_ID: Final = "pd.transfer_id"
+ATTR_ATTEMPT: Final = "pd.attempt"
+ATTR_REQUEST_ID: Final = "pd.request_id"
+# How it ended: "ok" or the reason of the fault; on every span.
+ATTR_OUTCOME: Final = "pd.outcome"
+# Who did it: on every span, beside the resource, so that one process may play several roles.
+ATTR_INSTANCE: Final = "pd.instance"
+ATTR_ROLE: Final = "pd.role"
+# Of a span that failed: the reason, and the code it travelled with.
+ATTR_ERROR_TYPE: Final = "error.type"
+ATTR_STATUS_CODE: Final = "rpc.response.status_code"
+
+ATTR_PEER: Final = "pd.peer"
+ATTR_PROMPT_TOKENS: Final = "pd.prompt_tokens"
+ATTR_GENERATED_TOKENS: Final = "pd.generated_tokens"
+ATTR_TOKENS: Final = "pd.tokens"
+ATTR_BLOCKS: Final = "pd.blocks"
+ATTR_BYTES: Final = "pd.bytes"
+ATTR_BATCH: Final = "pd.batch"
+ATTR_LAYER_START: Final = "pd.layer_start"
+ATTR_LAYER_COUNT: Final = "pd.layer_count"
+ATTR_BLOCK_START: Final = "pd.block_start"
+ATTR_BLOCK_COUNT: Final = "pd.block_count"
+ATTR_FINISH_REASON: Final = "pd.finish_reason"
+# Of `pd.send`: from the end of compute to the last acknowledgement, in seconds.
+ATTR_EXPOSED_S: Final = "pd.exposed_s"

@@ -1,0 +1,213 @@
+"""One trace per request across client, router, P and D.
+
+A span is started and ended with times of the injected clock, and its parent is handed over as a
+value: nothing depends on which thread, task or callback happens to run, so a trace survives the
+futures of the prepare pool and the engine thread.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Protocol
+
+from opentelemetry import trace
+from opentelemetry.context import Context
+from opentelemetry.sdk.resources import Resource
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import BatchSpanProcessor
+from opentelemetry.trace import (
+    Link,
+    NonRecordingSpan,
+    Span,
+    SpanContext,
+    Status,
+    StatusCode,
+    TraceFlags,
+)
+from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+from opentelemetry.util.types import AttributeValue
+
+from pd_grpc.telemetry import names
+
+_SCOPE = "pd_grpc"
+_W3C = TraceContextTextMapPropagator()
+_NO_ATTRIBUTES: Mapping[str, AttributeValue] = {}
+
+
+class Clock(Protocol):
+    """The clock that spans are timed with."""
+
+    def now(self) -> float:
+        """Seconds on a monotonic clock."""
+        ...
+
+    def wall_ns(self) -> int:
+        """Nanoseconds since 1970."""
+        ...
+
+
+class Tracing:
+    """Starts and ends the spans of one instance. Safe from any thread.
+
+    Without a provider nothing is recorded, yet every request has a trace id and passes on that of
+    its caller, so that logs and answers name it all the same.
+    """
+
+    def __init__(
+        self, clock: Clock, instance: str, role: str, provider: TracerProvider | None = None
+    ) -> None:
+        self._clock = clock
+        # One anchor between the two clocks: spans of one process keep their order and lengths even
+        # when the wall clock is set.
+        self._anchor_ns = clock.wall_ns() - _ns(clock.now())
+        self._who: dict[str, AttributeValue] = {
+            names.ATTR_INSTANCE: instance,
+            names.ATTR_ROLE: role,
+        }
+        self._provider = provider
+        self._tracer = None if provider is None else provider.get_tracer(_SCOPE)
+
+    def start(
+        self,
+        name: str,
+        *,
+        parent: Context | None = None,
+        at: float | None = None,
+        attributes: Mapping[str, AttributeValue] = _NO_ATTRIBUTES,
+        links: Sequence[SpanContext] = (),
+    ) -> Span:
+        """Start a span. `parent` None starts a trace; `at` is a time of the clock, None is now."""
+        context = Context() if parent is None else parent
+        if self._tracer is None:
+            return _unrecorded(context)
+        span = self._tracer.start_span(
+            name,
+            context,
+            links=[Link(link) for link in links],
+            start_time=self._wall_ns(at),
+        )
+        # A sampled-out span costs no more than its ids.
+        if span.is_recording():
+            span.set_attributes(self._who)
+            span.set_attributes(attributes)
+        return span
+
+    def end(
+        self,
+        span: Span,
+        *,
+        at: float | None = None,
+        error: tuple[str, str, str] | None = None,
+    ) -> None:
+        """End a span as "ok", or with an error's (code, reason, message).
+
+        The message must be one of ours: prompt text never enters a span.
+        """
+        if not span.is_recording():
+            return
+        if error is None:
+            span.set_attribute(names.ATTR_OUTCOME, "ok")
+        else:
+            code, reason, message = error
+            span.set_attributes(
+                {
+                    names.ATTR_OUTCOME: reason,
+                    names.ATTR_ERROR_TYPE: reason,
+                    names.ATTR_STATUS_CODE: code,
+                }
+            )
+            span.set_status(Status(StatusCode.ERROR, message))
+        span.end(self._wall_ns(at))
+
+    def event(
+        self,
+        span: Span,
+        name: str,
+        *,
+        at: float | None = None,
+        attributes: Mapping[str, AttributeValue] = _NO_ATTRIBUTES,
+    ) -> None:
+        """Note a moment within a span."""
+        if span.is_recording():
+            span.add_event(name, attributes, self._wall_ns(at))
+
+    @staticmethod
+    def context(span: Span) -> Context:
+        """What makes `span` the parent of another, here or in another process."""
+        return trace.set_span_in_context(span, Context())
+
+    def shutdown(self) -> None:
+        """Export what is left and stop. Blocks while the collector is slow: not for the loop."""
+        if self._provider is not None:
+            self._provider.shutdown()
+
+    def _wall_ns(self, at: float | None) -> int:
+        return self._anchor_ns + _ns(self._clock.now() if at is None else at)
+
+
+def inject(
+    context: Context | None, metadata: Iterable[tuple[str, str]] = ()
+) -> list[tuple[str, str]]:
+    """The metadata of a call with the W3C trace context in place of any it carries."""
+    carrier: dict[str, str] = {}
+    _W3C.inject(carrier, Context() if context is None else context)
+    kept = [(key, value) for key, value in metadata if key.lower() not in _W3C.fields]
+    return kept + list(carrier.items())
+
+
+def extract(metadata: Iterable[tuple[str, str | bytes]] | None) -> Context:
+    """The caller's trace context; an empty one when it sent none, or none that can be read."""
+    carrier: dict[str, list[str]] = {}
+    for key, value in metadata or ():
+        if isinstance(value, str) and key.lower() in _W3C.fields:
+            carrier.setdefault(key.lower(), []).append(value)
+    return _W3C.extract(carrier, Context())
+
+
+def trace_id(context: Context | None) -> str:
+    """The trace id as 32 hex digits; empty when the context has none."""
+    found = trace.get_current_span(Context() if context is None else context).get_span_context()
+    return trace.format_trace_id(found.trace_id) if found.is_valid else ""
+
+
+def make_provider(service_name: str, instance_name: str, otlp: str) -> TracerProvider | None:
+    """A provider that exports to the collector at `otlp` (host:port, gRPC); None when that is "".
+
+    Sampling follows the caller's decision and OpenTelemetry's own OTEL_TRACES_SAMPLER. RuntimeError
+    names the extra to install when the exporter is missing.
+    """
+    if not otlp:
+        return None
+    try:
+        from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
+    except ImportError as error:
+        raise RuntimeError(
+            f"sending spans to {otlp} needs the OTLP exporter: pip install 'pd-grpc[otlp]'"
+        ) from error
+    resource = Resource.create({"service.name": service_name, "service.instance.id": instance_name})
+    provider = TracerProvider(resource=resource)
+    provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter(endpoint=otlp, insecure=True)))
+    return provider
+
+
+def _unrecorded(parent: Context) -> Span:
+    """A span that keeps nothing and stands for its parent, or for a new trace.
+
+    A new trace is marked as sampled, so that an instance further on that does export records it.
+    """
+    context = trace.get_current_span(parent).get_span_context()
+    if context.is_valid:
+        return NonRecordingSpan(context)
+    return NonRecordingSpan(
+        SpanContext(
+            trace_id=random.getrandbits(128) or 1,
+            span_id=random.getrandbits(64) or 1,
+            is_remote=False,
+            trace_flags=TraceFlags(TraceFlags.SAMPLED),
+        )
+    )
+
+
+def _ns(seconds: float) -> int:
+    return round(seconds * 1e9)
