@@ -1,0 +1,105 @@
+"""Log lines carry whose work it is, and nothing that was not meant to be written."""
+
+from __future__ import annotations
+
+import io
+import json
+import logging
+from collections.abc import Iterator
+
+import pytest
+
+from pd_grpc.telemetry.logs import FIELDS, LOGGER, configure_logging
+
+
+@pytest.fixture(autouse=True)
+def logging_as_before() -> Iterator[None]:
+    logger = logging.getLogger(LOGGER)
+    before = list(logger.handlers), logger.level, logger.propagate
+    yield
+    logger.handlers[:], logger.level, logger.propagate = before
+
+
+def lines(stream: io.StringIO) -> list[str]:
+    return stream.getvalue().splitlines()
+
+
+def test_a_json_line_is_one_object_with_its_time_level_logger_message_and_extras() -> None:
+    out = io.StringIO()
+    configure_logging("json", "info", out)
+    logging.getLogger("pd_grpc.decode").warning(
+        "%d blocks short", 3, extra={"transfer_id": "t-1", "attempt": 2, "trace_id": "ab" * 16}
+    )
+    (line,) = lines(out)
+    record = json.loads(line)
+    assert record.pop("time").endswith("Z")
+    assert record == {
+        "level": "warning",
+        "logger": "pd_grpc.decode",
+        "message": "3 blocks short",
+        "transfer_id": "t-1",
+        "attempt": 2,
+        "trace_id": "ab" * 16,
+    }
+
+
+def test_a_human_line_names_the_part_the_message_and_the_extras() -> None:
+    out = io.StringIO()
+    configure_logging("human", "info", out)
+    logging.getLogger("pd_grpc.prefill.service").info("sent", extra={"transfer_id": "t-1"})
+    (line,) = lines(out)
+    assert line.endswith("INFO    prefill.service  sent  transfer_id=t-1")
+
+
+@pytest.mark.parametrize("format", ["human", "json"])
+def test_an_extra_that_has_no_place_in_a_log_is_never_written(format: str) -> None:
+    out = io.StringIO()
+    configure_logging(format, "debug", out)  # type: ignore[arg-type]
+    secret = "the prompt text"
+    extras = dict.fromkeys(("prompt", "text", "token_ids", "messages", "trace", "data"), secret)
+    logging.getLogger("pd_grpc.router").debug("routed", extra={**extras, "trace_id": "cd"})
+    (line,) = lines(out)
+    assert secret not in line
+    assert "routed" in line and "cd" in line
+    assert not set(extras) & set(FIELDS)
+
+
+@pytest.mark.parametrize("format", ["human", "json"])
+@pytest.mark.parametrize("character", ["\n", "\r", "\x1b", "\x9b", "\u2028", "\x00"])
+def test_a_clients_name_for_its_request_cannot_forge_a_line(format: str, character: str) -> None:
+    out = io.StringIO()
+    configure_logging(format, "info", out)  # type: ignore[arg-type]
+    name = f"r{character}1"
+    logging.getLogger("pd_grpc.router").info("taken: %s", name, extra={"request_id": name})
+    assert len(lines(out)) == 1
+    assert character not in out.getvalue().removesuffix("\n")
+
+
+def test_a_failure_is_logged_with_its_traceback() -> None:
+    out = io.StringIO()
+    configure_logging("json", "info", out)
+    try:
+        raise KeyError("missing")
+    except KeyError:
+        logging.getLogger("pd_grpc.engine").exception("step failed")
+    record = json.loads(lines(out)[0])
+    assert record["message"] == "step failed"
+    assert "KeyError: 'missing'" in record["exception"]
+
+
+def test_lines_below_the_level_and_of_other_loggers_are_left_out() -> None:
+    out = io.StringIO()
+    configure_logging("human", "warning", out)
+    logging.getLogger("pd_grpc.router").info("too small")
+    logging.getLogger("somebody.else").error("not ours")
+    logging.getLogger("pd_grpc.router").warning("kept")
+    assert [line.split("  ")[-1] for line in lines(out)] == ["kept"]
+
+
+def test_configuring_again_replaces_what_was_set_up() -> None:
+    first, second = io.StringIO(), io.StringIO()
+    configure_logging("human", "info", first)
+    configure_logging("json", "info", second)
+    logging.getLogger("pd_grpc").info("once")
+    assert lines(first) == []
+    assert len(lines(second)) == 1
