@@ -71,11 +71,6 @@ class HandlerRegistry(_Interceptor):
             if method in self._endless:
                 task.cancel()
 
-    def cancel(self) -> None:
-        """Cancel every handler."""
-        for task in self._running:
-            task.cancel()
-
     async def intercept_service(self, continuation: Any, handler_call_details: Any) -> Any:
         handler = await continuation(handler_call_details)
         if handler is None:
@@ -83,7 +78,7 @@ class HandlerRegistry(_Interceptor):
         shape = _shape(handler)
         behaviour = getattr(handler, shape)
         if not (iscoroutinefunction(behaviour) or isasyncgenfunction(behaviour)):
-            raise TypeError(f"the handler of {handler_call_details.method} would block the loop")
+            return handler  # what a servicer leaves out: the generated code answers UNIMPLEMENTED
         make = getattr(grpc, f"{shape}_rpc_method_handler")
         return make(
             self._registered(handler_call_details.method, behaviour),
@@ -217,7 +212,7 @@ class ControlServer:
         self._changed.set()
 
     async def stop(self, grace_s: float) -> None:
-        """Turn not ready, refuse what is new, let handlers finish for `grace_s`, cancel the rest.
+        """Turn not ready, refuse what is new, let handlers finish for `grace_s`, cancel the others.
 
         Returns when the last handler has cleaned up.
         """
@@ -227,8 +222,8 @@ class ControlServer:
         if self._publisher is not None:
             await self._publisher
         self.handlers.end_endless()
+        # grpc cancels what is left after the grace, once: a second cancel would cut clean-up short.
         await self.server.stop(grace_s)
-        self.handlers.cancel()
         await self.handlers.drained()
 
     async def _publish_changes(self) -> None:
