@@ -21,7 +21,7 @@ from pd_grpc.v1 import admin_pb2, admin_pb2_grpc, types_pb2
 
 DEFAULT_PAGE_SIZE = 1000
 MAX_PAGE_SIZE = 10_000
-MAX_RELEASE_REASON_CHARS = 1024
+MAX_RELEASE_REASON_CHARS = 256
 """It reaches a status message, and gRPC bounds those."""
 WATCH_QUEUE = 1024
 """Changes kept for one slow reader of WatchTransfers."""

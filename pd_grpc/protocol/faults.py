@@ -9,13 +9,24 @@ from __future__ import annotations
 import enum
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from datetime import timedelta
+from typing import TypeVar
 
+from google.protobuf.message import DecodeError, Message
 from google.rpc import code_pb2, error_details_pb2, status_pb2
 
+from pd_grpc.protocol.messages import duration, seconds
 from pd_grpc.protocol.sampling import FieldError
 
+M = TypeVar("M", bound=Message)
+
 DOMAIN = "pd_grpc"
+
+MAX_MESSAGE_BYTES = 1024
+MAX_VALUE_BYTES = 512
+"""A status travels in trailers, which gRPC refuses above some 8 KiB: a long text would lose it."""
+
+# Where QuotaFailure has numbers only in its text.
+_NEEDED, _FREE = "blocks_needed", "blocks_free"
 
 
 class Code(enum.IntEnum):
@@ -170,7 +181,8 @@ class Fault(Exception):
         return STATUS_TABLE[self.reason].retry
 
     def for_client(self) -> Fault:
-        """The same fault with the code that the table lets a client see."""
+        """The same fault with the code that the table lets a client see; a code that was mapped
+        already stays."""
         return Fault(
             self.reason,
             self.message,
@@ -178,15 +190,19 @@ class Fault(Exception):
             self.fields,
             self.retry_after_s,
             self.quota,
-            STATUS_TABLE[self.reason].client,
+            self.mapped_code or STATUS_TABLE[self.reason].client,
         )
 
     def status(self) -> status_pb2.Status:
         """As a `google.rpc.Status` with its details."""
+        metadata = {key: _cut(value, MAX_VALUE_BYTES) for key, value in self.metadata.items()}
+        if self.quota is not None:
+            metadata[_NEEDED], metadata[_FREE] = str(self.quota.needed), str(self.quota.free)
         info = error_details_pb2.ErrorInfo(
-            domain=DOMAIN, reason=self.reason.value, metadata=dict(self.metadata)
+            domain=DOMAIN, reason=self.reason.value, metadata=metadata
         )
-        status = status_pb2.Status(code=int(self.code), message=self.message)
+        message = _cut(self.message, MAX_MESSAGE_BYTES)
+        status = status_pb2.Status(code=int(self.code), message=message)
         status.details.add().Pack(info)
         if self.fields:
             bad = error_details_pb2.BadRequest()
@@ -194,15 +210,13 @@ class Fault(Exception):
                 bad.field_violations.add(field=wrong.field, description=wrong.description)
             status.details.add().Pack(bad)
         if self.retry_after_s is not None:
-            retry = error_details_pb2.RetryInfo()
-            retry.retry_delay.FromTimedelta(timedelta(seconds=self.retry_after_s))
+            retry = error_details_pb2.RetryInfo(retry_delay=duration(self.retry_after_s))
             status.details.add().Pack(retry)
         if self.quota is not None:
             failure = error_details_pb2.QuotaFailure()
             failure.violations.add(
                 subject="blocks",
                 description=f"{self.quota.needed} blocks needed, {self.quota.free} free",
-                quota_value=self.quota.free,
             )
             status.details.add().Pack(failure)
         return status
@@ -234,29 +248,52 @@ def read_status(status: status_pb2.Status) -> Fault | TransportFault:
     A reason this version does not know is read as the transport's too: its code still says what
     kind it is.
     """
-    info = error_details_pb2.ErrorInfo()
-    bad = error_details_pb2.BadRequest()
-    retry = error_details_pb2.RetryInfo()
-    for detail in status.details:
-        for message in (info, bad, retry):
-            if detail.Is(message.DESCRIPTOR):
-                detail.Unpack(message)
     try:
         code = Code(status.code)
     except ValueError:
         code = Code.UNKNOWN
-    if info.domain != DOMAIN or info.reason not in Reason.__members__:
+    info = _detail(status, error_details_pb2.ErrorInfo)
+    if info is None or info.domain != DOMAIN or info.reason not in Reason.__members__:
         return TransportFault(code, status.message)
     reason = Reason[info.reason]
-    delay = retry.retry_delay.ToTimedelta().total_seconds()
+    metadata = dict(info.metadata)
+    bad = _detail(status, error_details_pb2.BadRequest)
+    retry = _detail(status, error_details_pb2.RetryInfo)
     return Fault(
         reason,
         status.message,
-        dict(info.metadata),
-        tuple(FieldError(v.field, v.description) for v in bad.field_violations),
-        retry_after_s=delay if delay > 0 else None,
+        metadata,
+        tuple(FieldError(v.field, v.description) for v in bad.field_violations) if bad else (),
+        retry_after_s=max(0.0, seconds(retry.retry_delay)) if retry else None,
+        quota=_take_quota(metadata),
         mapped_code=None if code is STATUS_TABLE[reason].code else code,
     )
+
+
+def _detail(status: status_pb2.Status, kind: type[M]) -> M | None:
+    """The first detail of a kind; one that cannot be parsed is as good as none."""
+    for detail in status.details:
+        found = kind()
+        try:
+            if detail.Unpack(found):
+                return found
+        except DecodeError:
+            continue
+    return None
+
+
+def _take_quota(metadata: dict[str, str]) -> Quota | None:
+    """The quota that `Fault.status` put beside a fault's own metadata."""
+    needed, free = metadata.get(_NEEDED, ""), metadata.get(_FREE, "")
+    if not (needed.isdecimal() and free.isdecimal()):
+        return None
+    del metadata[_NEEDED], metadata[_FREE]
+    return Quota(int(needed), int(free))
+
+
+def _cut(text: str, size: int) -> str:
+    """The first `size` bytes of a text, in whole characters."""
+    return text.encode()[:size].decode(errors="ignore")
 
 
 def bad_request(fields: Sequence[FieldError]) -> Fault:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any, NoReturn
 
 import grpc
 import grpc.aio
+from google.protobuf.message import DecodeError
 from google.rpc import status_pb2
 
 from pd_grpc.protocol.config import ServerConfig, Sizes, Timeouts
@@ -121,7 +123,9 @@ def read_error(error: grpc.RpcError) -> Fault | TransportFault:
     metadata: Any = error.trailing_metadata()  # pairs in both APIs, whatever the stubs say
     for key, value in metadata or ():
         if key == _DETAILS_KEY:
-            return read_status(status_pb2.Status.FromString(value))
+            # What cannot be parsed is not of our making.
+            with contextlib.suppress(DecodeError):
+                return read_status(status_pb2.Status.FromString(value))
     return TransportFault(Code[error.code().name], error.details() or "")
 
 
