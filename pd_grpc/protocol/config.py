@@ -150,3 +150,9 @@ class RouterConfig(ServerConfig):
     engine: Literal["torch", "sim"] = Field("torch", description="whose tokenizer to use")
     model: str = Field("smollm2", description="whose tokenizer to use; as for the engines")
     sim_vocab: int = Field(32000, ge=300, description="sim: size of the vocabulary")
+    default_max_tokens: int = Field(
+        256, ge=1, description="max_tokens of a request that names none; shrinks to fit the model"
+    )
+    settle_s: float = Field(
+        0.5, ge=0, description="how long one leg's news waits for the other leg's own word"
+    )

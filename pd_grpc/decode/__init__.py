@@ -1,0 +1,1 @@
+"""The decode instance (D): takes KV in and generates from it."""

@@ -1,0 +1,150 @@
+"""What D's machine asks its shell to do."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from pd_grpc.decode.states import DecodeState
+from pd_grpc.engine.base import DecodeSlot, PrefillChunk
+from pd_grpc.engine.stopping import Finish
+from pd_grpc.protocol.faults import Fault
+from pd_grpc.protocol.refs import TransferKey
+from pd_grpc.v1 import decode_pb2, types_pb2
+
+UnaryAnswer: TypeAlias = (
+    decode_pb2.AllocateResponse | decode_pb2.SendFirstTokenResponse | decode_pb2.ReleaseResponse
+)
+
+
+@dataclass(frozen=True)
+class Answer:
+    """Answer a unary call."""
+
+    call: int
+    message: UnaryAnswer
+
+
+@dataclass(frozen=True)
+class Refuse:
+    """End a call, unary or Generate, with a fault."""
+
+    call: int
+    fault: Fault
+
+
+@dataclass(frozen=True)
+class SessionSend:
+    """Send to a P on its session."""
+
+    stream: int
+    message: decode_pb2.SessionResponse
+
+
+@dataclass(frozen=True)
+class SessionEnd:
+    """End a session's stream, with a fault or cleanly."""
+
+    stream: int
+    fault: Fault | None
+
+
+@dataclass(frozen=True)
+class TokenOut:
+    """One token for a client."""
+
+    token_id: int
+    logprobs: types_pb2.PositionLogprobs | None = None
+
+
+@dataclass(frozen=True)
+class Emit:
+    """Show tokens to a client."""
+
+    call: int
+    tokens: tuple[TokenOut, ...]
+
+
+@dataclass(frozen=True)
+class FinishGenerate:
+    """End a client's leg: the answer is complete."""
+
+    call: int
+    reason: Finish
+    usage: types_pb2.Usage
+
+
+@dataclass(frozen=True)
+class OpenReceive:
+    """Let KV in for a grant: `blocks[i]` is the physical block of logical block `i`, and the first
+    `wanted` of them are to come."""
+
+    grant_id: str
+    key: TransferKey
+    blocks: tuple[int, ...]
+    wanted: int
+
+
+@dataclass(frozen=True)
+class CloseReceive:
+    """Let no more KV in for a grant, tell its stream why, and report `ReceiveClosed`."""
+
+    grant_id: str
+    fault: Fault
+
+
+@dataclass(frozen=True)
+class StepPlan:
+    """One step of the engine; grants name whose chunk and slot each is."""
+
+    step: int
+    prefill_grants: tuple[str, ...]
+    prefill: tuple[PrefillChunk, ...]
+    decode_grants: tuple[str, ...]
+    decode: tuple[DecodeSlot, ...]
+
+
+@dataclass(frozen=True)
+class RunStep:
+    """Run a step and report it."""
+
+    plan: StepPlan
+
+
+@dataclass(frozen=True)
+class Changed:
+    """A transfer moved from one state to another; `before` is None when it is new."""
+
+    key: TransferKey
+    before: DecodeState | None
+    after: DecodeState
+    fault: Fault | None
+
+
+@dataclass(frozen=True)
+class SetReady:
+    """Turn readiness on or off."""
+
+    ready: bool
+    reason: str
+
+
+@dataclass(frozen=True)
+class Drained:
+    """Nothing is in flight any more and nothing new is taken."""
+
+
+Action: TypeAlias = (
+    Answer
+    | Refuse
+    | SessionSend
+    | SessionEnd
+    | Emit
+    | FinishGenerate
+    | OpenReceive
+    | CloseReceive
+    | RunStep
+    | Changed
+    | SetReady
+    | Drained
+)

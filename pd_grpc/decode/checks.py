@@ -1,0 +1,168 @@
+"""What D refuses before it costs a block: malformed requests, requests too large, unlike legs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from pd_grpc.decode.transfer import ClientLeg, Transfer
+from pd_grpc.protocol.config import EngineConfig
+from pd_grpc.protocol.faults import Fault, Reason, bad_request
+from pd_grpc.protocol.messages import (
+    prompt_digest,
+    sampling_from_proto,
+    token_errors,
+    unbuilt_sampling,
+    unbuilt_scope,
+)
+from pd_grpc.protocol.refs import name_errors, ref_errors
+from pd_grpc.protocol.sampling import FieldError, Sampling, sampling_errors
+from pd_grpc.v1 import decode_pb2, inference_pb2, sampling_pb2, types_pb2
+
+DIGEST_BYTES = 32
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What this D takes: tokens of prompt plus output, vocabulary, blocks, sampling features."""
+
+    instance: types_pb2.Instance
+    max_model_len: int
+    vocab_size: int
+    total_blocks: int
+    block_size: int
+    features: frozenset[str]
+
+    def blocks_for(self, tokens: int) -> int:
+        """Blocks that hold `tokens` tokens."""
+        return -(-tokens // self.block_size)
+
+
+def limits_of(
+    config: EngineConfig,
+    instance: types_pb2.Instance,
+    max_model_len: int,
+    vocab_size: int,
+    total_blocks: int,
+    features: frozenset[str],
+) -> Limits:
+    """The limits of a D with this engine and pool."""
+    return Limits(instance, max_model_len, vocab_size, total_blocks, config.block_size, features)
+
+
+def check_ref(ref: types_pb2.TransferRef, here: types_pb2.Instance, any_epoch: bool) -> None:
+    """Fault when a ref is malformed or means another incarnation of this D."""
+    wrong = ref_errors(ref)
+    if wrong:
+        raise bad_request(wrong)
+    if ref.decode_epoch != here.epoch and not (any_epoch and ref.decode_epoch == 0):
+        raise Fault(
+            Reason.STALE_EPOCH,
+            f"the transfer means another process of {here.name}",
+            {"meant": str(ref.decode_epoch), "here": str(here.epoch)},
+        )
+
+
+def check_features(
+    sampling: sampling_pb2.SamplingParams,
+    scope: sampling_pb2.RequestScope,
+    features: frozenset[str],
+) -> None:
+    """Fault when a request needs what is not built here."""
+    unbuilt = unbuilt_sampling(sampling) or unbuilt_scope(scope)
+    if unbuilt is None and sampling.HasField("logprobs") and "logprobs" not in features:
+        unbuilt = "sampling.logprobs"
+    if unbuilt is not None:
+        raise Fault(Reason.FEATURE, f"{unbuilt} is not supported", {"feature": unbuilt})
+
+
+def check_allocate(request: decode_pb2.AllocateRequest, limits: Limits) -> None:
+    """Fault when an Allocate is malformed or could never be granted."""
+    check_features(request.sampling, request.scope, limits.features)
+    wrong = sampling_errors(sampling_from_proto(request.sampling))
+    wrong += name_errors(request.request_id, "request_id")
+    if request.prompt_tokens < 1:
+        wrong.append(FieldError("prompt_tokens", "must be at least 1"))
+    if request.max_new_tokens < 1:
+        wrong.append(FieldError("max_new_tokens", "must be at least 1"))
+    if len(request.prompt_digest) != DIGEST_BYTES:
+        wrong.append(FieldError("prompt_digest", f"must have {DIGEST_BYTES} bytes"))
+    if wrong:
+        raise bad_request(wrong)
+    check_size(request.prompt_tokens, request.max_new_tokens, limits, "prompt_tokens")
+
+
+def check_size(prompt: int, new: int, limits: Limits, field: str) -> None:
+    """Fault when a prompt is longer than the model, or could never fit with its output."""
+    if prompt >= limits.max_model_len:
+        text = f"has {prompt} tokens; the model takes at most {limits.max_model_len - 1}"
+        raise bad_request([FieldError(field, text)])
+    if prompt + new > limits.max_model_len:
+        raise _too_large(prompt + new, limits.max_model_len, "tokens")
+    needed = limits.blocks_for(prompt + new)
+    if needed > limits.total_blocks:
+        raise _too_large(needed, limits.total_blocks, "blocks")
+
+
+def _too_large(needed: int, total: int, unit: str) -> Fault:
+    return Fault(
+        Reason.TOO_LARGE,
+        f"prompt plus max_tokens needs {needed} {unit}; there are {total}",
+        {"needed": str(needed), "total": str(total), "unit": unit},
+    )
+
+
+def check_generate(request: inference_pb2.GenerateRequest, limits: Limits) -> Sampling:
+    """The sampling of a client's leg. Fault when the leg is malformed."""
+    check_features(request.sampling, request.scope, limits.features)
+    sampling = sampling_from_proto(request.sampling)
+    wrong = sampling_errors(sampling) + name_errors(request.request_id, "request_id")
+    if request.WhichOneof("prompt") != "token_ids" or not request.token_ids.ids:
+        wrong.append(FieldError("token_ids", "must have at least one token"))
+    wrong += token_errors(request.token_ids.ids, limits.vocab_size, "token_ids.ids")
+    wrong += token_errors(request.generated_token_ids, limits.vocab_size, "generated_token_ids")
+    if len(request.generated_token_ids) >= max(1, sampling.max_tokens):
+        wrong.append(FieldError("generated_token_ids", "must be fewer than sampling.max_tokens"))
+    if wrong:
+        raise bad_request(wrong)
+    done = len(request.generated_token_ids)
+    check_size(len(request.token_ids.ids) + done, sampling.max_tokens - done, limits, "token_ids")
+    return sampling
+
+
+def check_handoff(request: inference_pb2.GenerateRequest, here: types_pb2.Instance) -> None:
+    """Fault when the client's leg of a hand-over means another D."""
+    name = request.handoff.decode_name
+    if name and name != here.name:
+        raise Fault(
+            Reason.WRONG_INSTANCE,
+            f"this is {here.name}, not {name}",
+            {"meant": name, "here": here.name},
+        )
+    check_ref(request.handoff.ref, here, any_epoch=True)
+
+
+def legs_differ(transfer: Transfer) -> Fault | None:
+    """The fault when P's leg and the client's do not mean the same request."""
+    if transfer.prefill is None or transfer.client is None:
+        return None
+    return unlike(transfer.prefill.request, transfer.client)
+
+
+def unlike(allocate: decode_pb2.AllocateRequest, client: ClientLeg) -> Fault | None:
+    """In which part an Allocate and a client's leg differ, if they do."""
+    tokens = client.prompt + client.generated
+    parts = {
+        "prompt_tokens": allocate.prompt_tokens == len(tokens),
+        "prompt_digest": allocate.prompt_digest == prompt_digest(tokens),
+        "sampling": sampling_from_proto(allocate.sampling) == client.sampling,
+        "max_new_tokens": allocate.max_new_tokens
+        == client.sampling.max_tokens - len(client.generated),
+    }
+    for part, same in parts.items():
+        if not same:
+            return Fault(
+                Reason.HANDOFF_MISMATCH,
+                f"the prefill's and the client's request differ in {part}",
+                {"part": part},
+            )
+    return None

@@ -1,0 +1,127 @@
+"""D's rules toward its engine: one step at a time, and what becomes of its tokens."""
+
+from __future__ import annotations
+
+from pd_grpc.blocks.pool import BlockState
+from pd_grpc.decode.actions import RunStep, SetReady, StepPlan, TokenOut
+from pd_grpc.decode.events import StepDone, StepFailed
+from pd_grpc.decode.handoff import HandOff
+from pd_grpc.decode.ledger import ENGINE, Ledger, hold_as
+from pd_grpc.decode.states import DecodeState
+from pd_grpc.decode.transfer import Transfer
+from pd_grpc.engine.base import PrefillChunk, Sampled
+from pd_grpc.protocol.faults import Fault, Reason
+from pd_grpc.v1 import types_pb2
+
+STEP_TIMER = ("engine", "step")
+
+
+class EngineDesk:
+    """Plans the next step when the last has returned."""
+
+    def __init__(self, ledger: Ledger, handoff: HandOff) -> None:
+        self._ledger = ledger
+        self._handoff = handoff
+        self._plan: StepPlan | None = None
+        self._steps = 0
+        self._stuck = False
+
+    @property
+    def idle(self) -> bool:
+        """Whether no step is running."""
+        return self._plan is None
+
+    def schedule(self) -> None:
+        """Start a step if none runs and there is something to run."""
+        ledger = self._ledger
+        if self._plan is not None or not ledger.scheduler.has_work:
+            return
+        plan = ledger.scheduler.plan(self._steps + 1)
+        if plan is None:
+            return
+        self._steps += 1
+        self._plan = plan
+        ledger.in_step = frozenset(plan.prefill_grants + plan.decode_grants)
+        ledger.timers.set(STEP_TIMER, ledger.now + ledger.config.no_progress_s)
+        ledger.act(RunStep(plan))
+
+    def done(self, event: StepDone) -> None:
+        """Count the tokens in; those whose transfer has ended are dropped."""
+        plan = self._finish_step(event.step)
+        if plan is None:
+            return
+        transfers = self._ledger.transfers
+        chunks = zip(plan.prefill_grants, plan.prefill, event.prefilled, strict=True)
+        for grant_id, chunk, sampled in chunks:
+            if grant_id in transfers:
+                self._prefilled(transfers[grant_id], chunk, sampled)
+        for grant_id, sampled in zip(plan.decode_grants, event.decoded, strict=True):
+            if grant_id in transfers:
+                self._decoded(transfers[grant_id], sampled)
+
+    def failed(self, event: StepFailed) -> None:
+        """A step that raised fails the requests in it, and only those."""
+        plan = self._finish_step(event.step)
+        if plan is None:
+            return
+        for grant_id in plan.prefill_grants + plan.decode_grants:
+            transfer = self._ledger.transfers.get(grant_id)
+            if transfer is not None:
+                self._ledger.end(transfer, DecodeState.FAILED, event.fault)
+
+    def stuck(self) -> None:
+        """The step has not returned: say so, and fail what waits for the engine."""
+        ledger = self._ledger
+        self._stuck = True
+        text = f"the engine made no progress for {ledger.config.no_progress_s:g} s"
+        ledger.act(SetReady(False, text))
+        for transfer in list(ledger.transfers.values()):
+            if transfer.handed_off or transfer.local:
+                ledger.end(transfer, DecodeState.FAILED, Fault(Reason.ENGINE_STUCK, text))
+
+    def _finish_step(self, step: int) -> StepPlan | None:
+        ledger, plan = self._ledger, self._plan
+        if plan is None or plan.step != step:
+            ledger.late()
+            return None
+        self._plan = None
+        ledger.in_step = frozenset()
+        ledger.timers.cancel(STEP_TIMER)
+        for grant_id in plan.prefill_grants + plan.decode_grants:
+            ledger.stopped_writing(grant_id, ENGINE)
+        if self._stuck:
+            self._stuck = False
+            ledger.act(SetReady(True, ""))
+        return plan
+
+    def _prefilled(self, transfer: Transfer, chunk: PrefillChunk, sampled: Sampled | None) -> None:
+        ledger = self._ledger
+        transfer.kv_tokens = chunk.start + len(chunk.token_ids)
+        if transfer.state is DecodeState.PREEMPTED:
+            if transfer.kv_tokens == len(transfer.tokens) - 1:
+                ledger.scheduler.drop(transfer)
+                ledger.move(transfer, DecodeState.DECODING)
+                ledger.scheduler.run(transfer)
+            return
+        if sampled is None:
+            return
+        ledger.scheduler.drop(transfer)
+        transfer.kv_complete = True
+        transfer.handed_off_at = ledger.now
+        ledger.move(transfer, DecodeState.READY)
+        hold_as(transfer, BlockState.DECODING)
+        ledger.move(transfer, DecodeState.DECODING)
+        if not self._handoff.push(transfer, _shown(sampled)):
+            ledger.scheduler.run(transfer)
+
+    def _decoded(self, transfer: Transfer, sampled: Sampled) -> None:
+        transfer.kv_tokens += 1
+        self._handoff.push(transfer, _shown(sampled))
+
+
+def _shown(sampled: Sampled) -> TokenOut:
+    if sampled.logprob is None:
+        return TokenOut(sampled.token_id)
+    chosen = types_pb2.TokenLogprob(token_id=sampled.token_id, logprob=sampled.logprob)
+    top = [types_pb2.TokenLogprob(token_id=t.token_id, logprob=t.logprob) for t in sampled.top]
+    return TokenOut(sampled.token_id, types_pb2.PositionLogprobs(chosen=chosen, top=top))

@@ -1,0 +1,298 @@
+"""What D holds: its transfers, their blocks, leases and timers, and how each comes to an end.
+
+Everything here changes inside one `DecodeMachine.handle`, so a check and the act it allows are one
+step; ends absorb, and what comes after them is counted and changes nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from pd_grpc.blocks.leases import Leases
+from pd_grpc.blocks.pool import BlockPool, BlockState, Holding
+from pd_grpc.decode.actions import (
+    Action,
+    Changed,
+    CloseReceive,
+    Emit,
+    FinishGenerate,
+    OpenReceive,
+    Refuse,
+    SessionSend,
+)
+from pd_grpc.decode.reservations import Reservations
+from pd_grpc.decode.scheduler import Scheduler
+from pd_grpc.decode.sessions import Sessions
+from pd_grpc.decode.states import TRANSITIONS, DecodeState
+from pd_grpc.decode.transfer import Ended, Transfer, Undelivered, usage_of
+from pd_grpc.engine.stopping import Finish
+from pd_grpc.protocol.config import DecodeConfig
+from pd_grpc.protocol.faults import Fault, Reason
+from pd_grpc.protocol.refs import TransferKey
+from pd_grpc.protocol.timers import Timers
+from pd_grpc.protocol.tombstones import Tombstones
+from pd_grpc.v1 import decode_pb2, types_pb2
+
+TimerKey = tuple[str, str]
+"""(grant id or stream, what ends)."""
+
+RECEIVER = "receiver"
+ENGINE = "engine"
+
+
+class Ledger:
+    """The state that D's rules share. `now` is the time of the event being handled."""
+
+    def __init__(
+        self,
+        config: DecodeConfig,
+        pool: BlockPool,
+        sessions: Sessions,
+        mint: Callable[[str], str],
+        decode_epoch: int,
+    ) -> None:
+        self.config = config
+        self.pool = pool
+        self.sessions = sessions
+        self.mint = mint
+        self.now = 0.0
+        self.actions: list[Action] = []
+        self.transfers: dict[str, Transfer] = {}
+        self.calls: dict[int, str] = {}
+        self.timers: Timers[TimerKey] = Timers()
+        self.leases = Leases(config.lease_s)
+        self.tombstones: Tombstones[Ended] = Tombstones(config.tombstone_s, config.tombstones)
+        self.reservations = Reservations(pool, config.allocate_queue)
+        self.scheduler = Scheduler(pool, config, self._preempted)
+        self.in_step: frozenset[str] = frozenset()
+        self.late_events = 0
+        self.ended: dict[DecodeState, int] = {}
+        self.draining = False
+        self._decode_epoch = decode_epoch
+        self._by_key: dict[TransferKey, str] = {}
+        self._attempts: dict[str, int] = {}
+        self._quarantine: dict[str, tuple[Holding, set[str]]] = {}
+
+    def act(self, action: Action) -> None:
+        """Ask the shell to do something, in order."""
+        self.actions.append(action)
+
+    def late(self) -> None:
+        """Count an event that came too late or twice and changed nothing."""
+        self.late_events += 1
+
+    def of_key(self, key: TransferKey) -> Transfer | None:
+        """The live transfer of a key."""
+        grant_id = self._by_key.get(key)
+        return None if grant_id is None else self.transfers[grant_id]
+
+    def of_call(self, call: int) -> Transfer | None:
+        """The live transfer that a call waits on."""
+        grant_id = self.calls.get(call)
+        return None if grant_id is None else self.transfers.get(grant_id)
+
+    def newest_attempt(self, transfer_id: str) -> int:
+        """The greatest attempt known of a transfer, live or remembered; 0 for none."""
+        live = self._attempts.get(transfer_id, 0)
+        return max(live, self.tombstones.newest(transfer_id, self.now))
+
+    def create(self, key: TransferKey, state: DecodeState, budget_s: float) -> Transfer:
+        """A new transfer. An older attempt of it is superseded; Fault when there is a newer one."""
+        newest = self.newest_attempt(key.transfer_id)
+        if key.attempt < newest:
+            raise Fault(
+                Reason.STALE_ATTEMPT,
+                f"attempt {key.attempt} of {key.transfer_id} is older than {newest}",
+                {"attempt": str(key.attempt), "newest": str(newest)},
+            )
+        older = self.of_key(TransferKey(key.transfer_id, self._attempts.get(key.transfer_id, 0)))
+        if older is not None:
+            attempts = {"attempt": str(older.key.attempt), "newest": str(key.attempt)}
+            text = f"attempt {key.attempt} supersedes attempt {older.key.attempt}"
+            self.end(older, DecodeState.FAILED, Fault(Reason.SUPERSEDED, text, attempts))
+        transfer = Transfer(
+            key,
+            self.mint("g"),
+            state,
+            created=self.now,
+            since=self.now,
+            budget_until=self.now + budget_s,
+        )
+        self.transfers[transfer.grant_id] = transfer
+        self._by_key[key] = transfer.grant_id
+        self._attempts[key.transfer_id] = key.attempt
+        self.timers.set((transfer.grant_id, "budget"), transfer.budget_until)
+        self.act(Changed(key, None, state, None))
+        return transfer
+
+    def move(self, transfer: Transfer, state: DecodeState, fault: Fault | None = None) -> None:
+        """Move along the transition table; anything else is a defect of ours."""
+        before = transfer.state
+        if state not in TRANSITIONS[before]:
+            raise AssertionError(f"{transfer.key}: no way from {before.name} to {state.name}")
+        transfer.state = state
+        transfer.since = self.now
+        self.act(Changed(transfer.key, before, state, fault))
+
+    def narrow_budget(self, transfer: Transfer, budget_s: float) -> None:
+        """A request's time only shrinks."""
+        transfer.budget_until = min(transfer.budget_until, self.now + budget_s)
+        self.timers.set((transfer.grant_id, "budget"), transfer.budget_until)
+
+    def grant(self, transfer: Transfer, holding: Holding | None) -> None:
+        """Give a transfer its blocks; KV may come from now on."""
+        transfer.holding = holding
+        self.timers.cancel((transfer.grant_id, "max_wait"))
+        self.move(transfer, DecodeState.RESERVED)
+        if transfer.local:
+            return
+        self.leases.start(transfer.grant_id, self.now)
+        if holding is not None:
+            transfer.receiving = True
+            assert transfer.prefill is not None
+            wanted = -(-transfer.prefill.request.prompt_tokens // self.config.block_size)
+            blocks = tuple(holding.blocks)
+            self.act(OpenReceive(transfer.grant_id, transfer.key, blocks, wanted))
+
+    def end(
+        self,
+        transfer: Transfer,
+        state: DecodeState,
+        fault: Fault | None = None,
+        *,
+        finish: Finish | None = None,
+        tell_prefill: bool = True,
+        undelivered: Undelivered | None = None,
+    ) -> None:
+        """Bring a transfer to its end: both legs hear of it, its blocks go back, and a tombstone
+        stays. `fault` is None only for a complete answer or a plain release."""
+        self.move(transfer, state, fault)
+        self.ended[state] = self.ended.get(state, 0) + 1
+        if tell_prefill and not transfer.handed_off:
+            self._tell_prefill(transfer, fault)
+        self._answer_allocates(transfer, fault)
+        self._end_client(transfer, fault, finish)
+        self._give_back(transfer, fault)
+        self._forget(transfer)
+        self.tombstones.add(transfer.key, self._epitaph(transfer, fault, undelivered), self.now)
+
+    def drop(self, transfer: Transfer) -> None:
+        """Forget a transfer that has nobody left and never held anything, without a tombstone."""
+        self._give_back(transfer, None)
+        self._forget(transfer)
+        self.act(Changed(transfer.key, transfer.state, DecodeState.RELEASED, None))
+
+    def emit(self, transfer: Transfer) -> None:
+        """Show the client what is held for it."""
+        if transfer.client is not None and transfer.held:
+            self.act(Emit(transfer.client.call, tuple(transfer.held)))
+            transfer.held.clear()
+
+    def stopped_writing(self, grant_id: str, writer: str) -> None:
+        """`writer` will not touch the blocks of a grant any more: free them after the last one."""
+        entry = self._quarantine.get(grant_id)
+        if entry is None:
+            return
+        holding, writers = entry
+        writers.discard(writer)
+        if not writers:
+            holding.release()
+            del self._quarantine[grant_id]
+
+    def _preempted(self, transfer: Transfer) -> None:
+        self.move(transfer, DecodeState.PREEMPTED)
+
+    def _tell_prefill(self, transfer: Transfer, fault: Fault | None) -> None:
+        owner = transfer.owner
+        session = None if owner is None else self.sessions.of_owner(owner)
+        if session is None or session.stream is None:
+            return
+        ref = self.ref(transfer.key)
+        ended = decode_pb2.TransferEnded(
+            ref=ref,
+            status=None if fault is None else fault.status(),
+            state=transfer.state.wire,
+        )
+        self.act(SessionSend(session.stream, decode_pb2.SessionResponse(transfer_ended=ended)))
+
+    def ref(self, key: TransferKey) -> types_pb2.TransferRef:
+        """A key as it goes on the wire."""
+        return types_pb2.TransferRef(
+            transfer_id=key.transfer_id, attempt=key.attempt, decode_epoch=self._decode_epoch
+        )
+
+    def _answer_allocates(self, transfer: Transfer, fault: Fault | None) -> None:
+        leg = transfer.prefill
+        if leg is None:
+            return
+        answer = fault or Fault(Reason.RELEASED, f"{transfer.key} was released")
+        for call in leg.calls:
+            self.calls.pop(call, None)
+            self.act(Refuse(call, answer))
+        leg.calls.clear()
+
+    def _end_client(self, transfer: Transfer, fault: Fault | None, finish: Finish | None) -> None:
+        client = transfer.client
+        if client is None:
+            return
+        self.emit(transfer)
+        self.calls.pop(client.call, None)
+        if finish is not None:
+            usage = usage_of(client.prompt, client.stop.generated)
+            self.act(FinishGenerate(client.call, finish, usage))
+            return
+        cause = fault or Fault(Reason.RELEASED, f"{transfer.key} was released by the prefill")
+        self.act(Refuse(client.call, cause.for_client()))
+
+    def _give_back(self, transfer: Transfer, fault: Fault | None) -> None:
+        self.reservations.leave(transfer.grant_id)
+        self.scheduler.drop(transfer)
+        if transfer.receiving:
+            why = fault or Fault(Reason.RELEASED, f"{transfer.key} needs no more KV")
+            self.act(CloseReceive(transfer.grant_id, why))
+        holding, transfer.holding = transfer.holding, None
+        if holding is None:
+            return
+        writers = set()
+        if transfer.receiving and not transfer.kv_complete:
+            writers.add(RECEIVER)
+        if transfer.grant_id in self.in_step:
+            writers.add(ENGINE)
+        if writers:
+            holding.quarantine()
+            self._quarantine[transfer.grant_id] = (holding, writers)
+        else:
+            holding.release()
+
+    def _forget(self, transfer: Transfer) -> None:
+        grant_id = transfer.grant_id
+        self.leases.end(grant_id)
+        for name in ("budget", "max_wait", "first_token", "attach"):
+            self.timers.cancel((grant_id, name))
+        del self.transfers[grant_id]
+        del self._by_key[transfer.key]
+        if self._attempts.get(transfer.key.transfer_id) == transfer.key.attempt:
+            del self._attempts[transfer.key.transfer_id]
+
+    def _epitaph(
+        self, transfer: Transfer, fault: Fault | None, undelivered: Undelivered | None
+    ) -> Ended:
+        client, leg = transfer.client, transfer.prefill
+        prompt = 0 if leg is None else leg.request.prompt_tokens
+        return Ended(
+            transfer.state,
+            fault,
+            transfer.request_id,
+            transfer.created,
+            self.now,
+            "" if leg is None else leg.owner.name,
+            len(client.prompt) if client is not None else prompt,
+            client.stop.generated if client is not None else len(transfer.output),
+            undelivered,
+        )
+
+
+def hold_as(transfer: Transfer, state: BlockState) -> None:
+    """Count a transfer's blocks in another class."""
+    if transfer.holding is not None and transfer.holding.state is not state:
+        transfer.holding.move(state)

@@ -1,0 +1,89 @@
+"""Between D's machine and the streams that carry its words: nothing here decides anything."""
+
+from __future__ import annotations
+
+import asyncio
+
+from pd_grpc.decode.actions import TokenOut
+from pd_grpc.engine.stopping import Finish
+from pd_grpc.protocol.faults import Fault
+from pd_grpc.v1 import decode_pb2, inference_pb2, types_pb2
+
+
+class TokenOutbox:
+    """Tokens on their way to one client. What piles up behind a slow reader goes as one message."""
+
+    def __init__(self, decode_instance: str) -> None:
+        self._instance = decode_instance
+        self._tokens: list[TokenOut] = []
+        self._end: inference_pb2.GenerateResponse | None = None
+        self._fault: Fault | None = None
+        self._closed = False
+        self._ready = asyncio.Event()
+
+    def tokens(self, tokens: tuple[TokenOut, ...]) -> None:
+        """More tokens."""
+        self._tokens += tokens
+        self._ready.set()
+
+    def finish(self, reason: Finish, usage: types_pb2.Usage) -> None:
+        """The answer is complete."""
+        self._end = inference_pb2.GenerateResponse(
+            finish_reason=types_pb2.FinishReason.Name(reason.value),
+            usage=usage,
+            decode_instance=self._instance,
+        )
+        self._close()
+
+    def fail(self, fault: Fault) -> None:
+        """The answer has ended with a fault; tokens shown before it are still sent."""
+        self._fault = fault
+        self._close()
+
+    async def next(self) -> inference_pb2.GenerateResponse | None:
+        """The next message; None when the answer is complete. Raises its fault."""
+        await self._ready.wait()
+        if not self._closed:
+            self._ready.clear()
+        if self._tokens:
+            return self._message()
+        if self._end is not None:
+            last, self._end = self._end, None
+            return last
+        if self._fault is not None:
+            raise self._fault
+        return None
+
+    def _message(self) -> inference_pb2.GenerateResponse:
+        message = self._end or inference_pb2.GenerateResponse()
+        self._end = None
+        message.token_ids.extend(token.token_id for token in self._tokens)
+        message.logprobs.extend(t.logprobs for t in self._tokens if t.logprobs is not None)
+        self._tokens.clear()
+        return message
+
+    def _close(self) -> None:
+        self._closed = True
+        self._ready.set()
+
+
+class SessionOutbox:
+    """Messages on their way to one P."""
+
+    def __init__(self) -> None:
+        self._queue: asyncio.Queue[decode_pb2.SessionResponse | Fault | None] = asyncio.Queue()
+
+    def send(self, message: decode_pb2.SessionResponse) -> None:
+        """One more message."""
+        self._queue.put_nowait(message)
+
+    def end(self, fault: Fault | None) -> None:
+        """The session is over."""
+        self._queue.put_nowait(fault)
+
+    async def next(self) -> decode_pb2.SessionResponse | None:
+        """The next message; None at the end. Raises the fault it ended with."""
+        message = await self._queue.get()
+        if isinstance(message, Fault):
+            raise message
+        return message

@@ -1,0 +1,440 @@
+"""D's rules toward P: sessions, Allocate, the first token, Release."""
+
+from __future__ import annotations
+
+from pd_grpc.decode.actions import Answer, Refuse, SessionEnd, SessionSend
+from pd_grpc.decode.checks import Limits, check_allocate, check_ref, legs_differ
+from pd_grpc.decode.events import (
+    AllocateCalled,
+    AllocateCallEnded,
+    FirstTokenCalled,
+    GoodbyeReceived,
+    HeartbeatReceived,
+    HelloReceived,
+    ReleaseCalled,
+    SessionStreamEnded,
+)
+from pd_grpc.decode.handoff import HandOff
+from pd_grpc.decode.ledger import Ledger
+from pd_grpc.decode.reservations import QueueFull
+from pd_grpc.decode.sessions import Session
+from pd_grpc.decode.states import DecodeState
+from pd_grpc.decode.transfer import Ended, Owner, PrefillLeg, Transfer
+from pd_grpc.protocol.faults import Fault, Quota, Reason, TransportFault, bad_request, read_status
+from pd_grpc.protocol.messages import duration, seconds
+from pd_grpc.protocol.refs import TransferKey, key_of
+from pd_grpc.protocol.sampling import FieldError
+from pd_grpc.v1 import decode_pb2, layout_pb2, types_pb2
+
+RETRY_AFTER_S = 0.25
+"""What a refused P is told to wait; a step or a few, after which blocks may have come back."""
+
+
+class PrefillDesk:
+    """Answers P."""
+
+    def __init__(
+        self,
+        ledger: Ledger,
+        handoff: HandOff,
+        limits: Limits,
+        shards: list[layout_pb2.Shard],
+        transport: layout_pb2.Transport = layout_pb2.TRANSPORT_INLINE,
+    ) -> None:
+        self._ledger = ledger
+        self._handoff = handoff
+        self._limits = limits
+        self._shards = shards
+        self._transport = transport
+
+    # Sessions
+
+    def hello(self, event: HelloReceived) -> None:
+        """Take a P in, or end its stream with what is wrong."""
+        ledger = self._ledger
+        if ledger.draining:
+            ledger.act(SessionEnd(event.stream, draining()))
+            return
+        try:
+            joined = ledger.sessions.join(event.stream, event.hello, ledger.mint("s"))
+        except Fault as fault:
+            ledger.act(SessionEnd(event.stream, fault))
+            return
+        for old in (joined.replaced, joined.outlived):
+            if old is not None and old.stream is not None:
+                self._quiet(old.stream)
+                text = "a newer session of this prefill took over"
+                ledger.act(SessionEnd(old.stream, Fault(Reason.SUPERSEDED, text)))
+        if joined.outlived is not None:
+            self._lose(joined.outlived.owner, "its process was replaced by a newer one")
+        for transfer in self._owned_by(joined.session.owner):
+            ledger.leases.renew(transfer.grant_id, ledger.now)
+        self._expect_heartbeat(event.stream)
+        welcome = decode_pb2.SessionResponse(welcome=joined.welcome)
+        ledger.act(SessionSend(event.stream, welcome))
+
+    def heartbeat(self, event: HeartbeatReceived) -> None:
+        """Renew the listed grants alone, and name those that are unknown."""
+        ledger = self._ledger
+        session = ledger.sessions.of_stream(event.stream)
+        if session is None:
+            ledger.late()
+            return
+        self._expect_heartbeat(event.stream)
+        unknown = [g for g in event.heartbeat.grant_ids if not self._renew(session, g)]
+        ack = decode_pb2.HeartbeatAck(sequence=event.heartbeat.sequence, unknown_grant_ids=unknown)
+        ledger.act(SessionSend(event.stream, decode_pb2.SessionResponse(heartbeat_ack=ack)))
+        ledger.act(SessionSend(event.stream, decode_pb2.SessionResponse(load=self._load())))
+
+    def goodbye(self, event: GoodbyeReceived) -> None:
+        """A P that leaves on purpose takes its transfers with it."""
+        session = self._ledger.sessions.of_stream(event.stream)
+        if session is None:
+            self._ledger.late()
+            return
+        self._quiet(event.stream)
+        self._ledger.sessions.forget(session)
+        self._lose(session.owner, "it said goodbye")
+        self._ledger.act(SessionEnd(event.stream, None))
+
+    def stream_ended(self, event: SessionStreamEnded) -> None:
+        """A broken session's grants live on for the grace period."""
+        session = self._ledger.sessions.of_stream(event.stream)
+        if session is None:
+            return
+        self._quiet(event.stream)
+        self._broken(session)
+
+    def silent(self, stream: int) -> None:
+        """No heartbeat came for two periods: as good as broken."""
+        session = self._ledger.sessions.of_stream(stream)
+        if session is None:
+            return
+        self._broken(session)
+        text = f"no heartbeat for {2 * self._ledger.config.heartbeat_s:g} s"
+        self._ledger.act(SessionEnd(stream, Fault(Reason.LEASE_EXPIRED, text)))
+
+    def session_over(self, session_id: str) -> None:
+        """The grace period of a broken session has passed."""
+        try:
+            session = self._ledger.sessions.of_call(session_id)
+        except Fault:
+            return
+        if session.stream is None:
+            self._ledger.sessions.forget(session)
+            self._lose(session.owner, "its session broke and did not come back")
+
+    def lease_expired(self, grant_id: str) -> None:
+        """Nobody renewed a grant."""
+        transfer = self._ledger.transfers[grant_id]
+        text = f"the lease of {transfer.key} ended in {transfer.state.name}"
+        self._ledger.end(transfer, DecodeState.EXPIRED, Fault(Reason.LEASE_EXPIRED, text))
+
+    def _expect_heartbeat(self, stream: int) -> None:
+        at = self._ledger.now + 2 * self._ledger.config.heartbeat_s
+        self._ledger.timers.set((str(stream), "silent"), at)
+
+    def _quiet(self, stream: int) -> None:
+        self._ledger.timers.cancel((str(stream), "silent"))
+
+    def _broken(self, session: Session) -> None:
+        ledger = self._ledger
+        ledger.sessions.broke(session)
+        at = ledger.now + ledger.config.grace_s
+        ledger.timers.set((session.session_id, "grace"), at)
+
+    def _renew(self, session: Session, grant_id: str) -> bool:
+        transfer = self._ledger.transfers.get(grant_id)
+        if transfer is None or transfer.owner != session.owner:
+            return False
+        # After hand-off the grant is D's own: known, and nothing to renew.
+        return transfer.handed_off or self._ledger.leases.renew(grant_id, self._ledger.now)
+
+    def _owned_by(self, owner: Owner) -> list[Transfer]:
+        return [t for t in self._ledger.transfers.values() if t.owner == owner]
+
+    def _lose(self, owner: Owner, why: str) -> None:
+        fault = Fault(Reason.PREFILL_LOST, f"prefill {owner.name} is gone: {why}")
+        for transfer in self._owned_by(owner):
+            if not transfer.handed_off:
+                self._ledger.end(transfer, DecodeState.FAILED, fault)
+
+    def _load(self) -> decode_pb2.Load:
+        ledger = self._ledger
+        waiting = [t for t in ledger.transfers.values() if t.state is DecodeState.WAITING]
+        tokens = sum(t.prefill.request.prompt_tokens for t in waiting if t.prefill is not None)
+        return decode_pb2.Load(
+            free_blocks=ledger.pool.free,
+            total_blocks=ledger.pool.total,
+            queued_tokens=tokens,
+            queued_requests=len(waiting),
+            decoding_requests=ledger.scheduler.running,
+        )
+
+    # Allocate
+
+    def allocate(self, event: AllocateCalled) -> None:
+        """Grant, join, queue or refuse."""
+        try:
+            self._allocate(event.call, event.request)
+        except Fault as fault:
+            self._ledger.act(Refuse(event.call, fault))
+
+    def allocate_call_ended(self, event: AllocateCallEnded) -> None:
+        """The queue is left when the last caller has gone."""
+        ledger = self._ledger
+        transfer = ledger.of_call(event.call)
+        ledger.calls.pop(event.call, None)
+        if transfer is None or transfer.prefill is None:
+            return
+        transfer.prefill.calls.remove(event.call)
+        if not transfer.prefill.calls and transfer.state is DecodeState.WAITING:
+            self._leave_queue(transfer)
+
+    def waited_long_enough(self, transfer: Transfer) -> None:
+        """max_wait is over: refuse, and tell when to try again."""
+        assert transfer.prefill is not None
+        needed = self._limits.blocks_for(transfer.prefill.request.prompt_tokens + 1)
+        fault = no_blocks(needed, self._ledger.pool.free)
+        for call in transfer.prefill.calls:
+            self._ledger.calls.pop(call, None)
+            self._ledger.act(Refuse(call, fault))
+        transfer.prefill.calls.clear()
+        self._leave_queue(transfer)
+
+    def granted(self, transfer: Transfer) -> None:
+        """Answer everyone who waits for this grant."""
+        leg = transfer.prefill
+        if leg is None:
+            return
+        leg.response = self._cache_info(transfer)
+        for call in leg.calls:
+            self._ledger.calls.pop(call, None)
+            self._ledger.act(Answer(call, leg.response))
+        leg.calls.clear()
+
+    def _allocate(self, call: int, request: decode_pb2.AllocateRequest) -> None:
+        ledger = self._ledger
+        session = ledger.sessions.of_call(request.session_id)
+        check_ref(request.ref, self._limits.instance, any_epoch=False)
+        check_allocate(request, self._limits)
+        key = key_of(request.ref)
+        if ledger.tombstones.get(key, ledger.now) is not None:
+            raise Fault(Reason.RELEASED, f"{key} has ended")
+        transfer = ledger.of_key(key)
+        body = body_of(request)
+        if transfer is not None and transfer.prefill is not None:
+            self._owned(transfer, session)
+            if transfer.prefill.body != body:
+                text = f"{key} is in flight with another request body"
+                raise Fault(Reason.DUPLICATE_TRANSFER, text)
+            if transfer.prefill.response is not None:
+                ledger.act(Answer(call, transfer.prefill.response))
+                return
+        elif ledger.draining:
+            raise draining()
+        budget = seconds(request.budget) or ledger.config.request_budget_s
+        if transfer is None:
+            transfer = ledger.create(key, DecodeState.EXPECTED, budget)
+        else:
+            ledger.narrow_budget(transfer, budget)
+        if transfer.prefill is None:
+            transfer.prefill = PrefillLeg(session.owner, request, body)
+            transfer.request_id = transfer.request_id or request.request_id
+            differ = legs_differ(transfer)
+            if differ is not None:
+                ledger.end(transfer, DecodeState.FAILED, differ, tell_prefill=False)
+                raise differ
+        self._wait_or_grant(transfer, call, seconds(request.max_wait))
+
+    def _wait_or_grant(self, transfer: Transfer, call: int, max_wait_s: float) -> None:
+        ledger, leg = self._ledger, transfer.prefill
+        assert leg is not None
+        if transfer.state is DecodeState.EXPECTED and not self._enter_queue(transfer, max_wait_s):
+            leg.response = self._cache_info(transfer)
+            ledger.act(Answer(call, leg.response))
+            return
+        leg.calls.append(call)
+        ledger.calls[call] = transfer.grant_id
+        until = ledger.now + max_wait_s
+        at = ledger.timers.at((transfer.grant_id, "max_wait"))
+        ledger.timers.set((transfer.grant_id, "max_wait"), max(until, at or until))
+
+    def _enter_queue(self, transfer: Transfer, max_wait_s: float) -> bool:
+        """True when it waits, False when it was granted at once."""
+        ledger, leg = self._ledger, transfer.prefill
+        assert leg is not None
+        if not leg.request.kv_needed:
+            ledger.grant(transfer, None)
+            return False
+        needed = self._limits.blocks_for(leg.request.prompt_tokens + 1)
+        try:
+            holding = ledger.reservations.request(
+                transfer.grant_id, needed, ledger.scheduler.holds_back
+            )
+        except QueueFull:
+            self._abandon(transfer)
+            text = f"{ledger.config.allocate_queue} requests wait for blocks already"
+            raise Fault(
+                Reason.QUEUE_FULL,
+                text,
+                retry_after_s=RETRY_AFTER_S,
+                quota=Quota(needed, ledger.pool.free),
+            ) from None
+        if holding is None and max_wait_s <= 0:
+            ledger.reservations.leave(transfer.grant_id)
+            self._abandon(transfer)
+            raise no_blocks(needed, ledger.pool.free)
+        if holding is None:
+            ledger.move(transfer, DecodeState.WAITING)
+            return True
+        ledger.grant(transfer, holding)
+        return False
+
+    def _leave_queue(self, transfer: Transfer) -> None:
+        ledger = self._ledger
+        ledger.reservations.leave(transfer.grant_id)
+        ledger.timers.cancel((transfer.grant_id, "max_wait"))
+        if transfer.client is not None:
+            ledger.move(transfer, DecodeState.EXPECTED)
+        self._abandon(transfer)
+
+    def _abandon(self, transfer: Transfer) -> None:
+        """Without a grant: the client's leg keeps it, or it is forgotten, so that P may ask
+        again."""
+        if transfer.client is None:
+            self._ledger.drop(transfer)
+        else:
+            transfer.prefill = None
+
+    def _cache_info(self, transfer: Transfer) -> decode_pb2.AllocateResponse:
+        leg = transfer.prefill
+        assert leg is not None
+        answer = decode_pb2.AllocateResponse(
+            grant_id=transfer.grant_id,
+            transport=self._transport,
+            lease=duration(self._ledger.config.lease_s),
+        )
+        if leg.request.kv_needed:
+            blocks = self._limits.blocks_for(leg.request.prompt_tokens)
+            answer.wanted.add(start=0, count=blocks)
+            answer.shards.extend(self._shards)
+        return answer
+
+    def _owned(self, transfer: Transfer, session: Session) -> None:
+        if transfer.owner is not None and transfer.owner != session.owner:
+            text = f"{transfer.key} belongs to prefill {transfer.owner.name}"
+            raise Fault(Reason.NOT_OWNER, text, {"owner": transfer.owner.name})
+
+    # First token and release
+
+    def first_token(self, event: FirstTokenCalled) -> None:
+        """Take the first token in."""
+        try:
+            state = self._first_token(event.request)
+        except Fault as fault:
+            self._ledger.act(Refuse(event.call, fault))
+            return
+        self._ledger.act(Answer(event.call, decode_pb2.SendFirstTokenResponse(state=state)))
+
+    def release(self, event: ReleaseCalled) -> None:
+        """Take a transfer back."""
+        try:
+            state = self._release(event.request)
+        except Fault as fault:
+            self._ledger.act(Refuse(event.call, fault))
+            return
+        self._ledger.act(Answer(event.call, decode_pb2.ReleaseResponse(state=state)))
+
+    def _first_token(self, request: decode_pb2.SendFirstTokenRequest) -> types_pb2.TransferState:
+        ledger = self._ledger
+        session = ledger.sessions.of_call(request.session_id)
+        check_ref(request.ref, self._limits.instance, any_epoch=False)
+        key = key_of(request.ref)
+        ended = ledger.tombstones.get(key, ledger.now)
+        if ended is not None:
+            ledger.late()
+            return _recorded(key, ended)
+        transfer = ledger.of_key(key)
+        if transfer is None or transfer.prefill is None:
+            raise Fault(Reason.UNKNOWN_TRANSFER, f"{key} is unknown here")
+        self._owned(transfer, session)
+        if transfer.prefill.response is None or request.grant_id != transfer.grant_id:
+            text = f"{key} is {transfer.state.name} and has no grant {request.grant_id!r}"
+            raise Fault(Reason.WRONG_STATE, text, {"state": transfer.state.name})
+        self._check_first(transfer, request)
+        self._handoff.first_token(transfer, request.tokens[0])
+        return transfer.state.wire
+
+    def _check_first(self, transfer: Transfer, request: decode_pb2.SendFirstTokenRequest) -> None:
+        assert transfer.prefill is not None
+        if len(request.tokens) != 1:
+            raise bad_request([FieldError("tokens", "must have exactly one")])
+        token = request.tokens[0]
+        wrong = []
+        if token.token_id >= self._limits.vocab_size:
+            limit = f"ids are below {self._limits.vocab_size}"
+            wrong.append(FieldError("tokens[0].token_id", limit))
+        if not transfer.prefill.request.kv_needed and not token.finish_reason:
+            limit = "must be set when kv_needed was false"
+            wrong.append(FieldError("tokens[0].finish_reason", limit))
+        if wrong:
+            raise bad_request(wrong)
+        if transfer.first is not None and transfer.first != token:
+            text = f"{transfer.key} has another first token already"
+            raise Fault(Reason.DUPLICATE_TRANSFER, text)
+
+    def _release(self, request: decode_pb2.ReleaseRequest) -> types_pb2.TransferState:
+        ledger = self._ledger
+        session = ledger.sessions.of_call(request.session_id)
+        check_ref(request.ref, self._limits.instance, any_epoch=False)
+        key = key_of(request.ref)
+        cause = read_status(request.cause) if request.cause.code else None
+        fault = _as_fault(cause)
+        ended = ledger.tombstones.get(key, ledger.now)
+        if ended is not None:
+            ledger.late()
+            return ended.state.wire
+        transfer = ledger.of_key(key)
+        if transfer is None:
+            # It overtook its Allocate: remember it, so that the Allocate is refused.
+            transfer = ledger.create(key, DecodeState.EXPECTED, ledger.config.request_budget_s)
+        elif transfer.handed_off:
+            return transfer.state.wire
+        self._owned(transfer, session)
+        state = DecodeState.RELEASED if fault is None else DecodeState.FAILED
+        ledger.end(transfer, state, fault, tell_prefill=False)
+        return state.wire
+
+
+def body_of(request: decode_pb2.AllocateRequest) -> bytes:
+    """What makes two Allocates the same: all but the session, max_wait and budget."""
+    body = decode_pb2.AllocateRequest()
+    body.CopyFrom(request)
+    for name in ("session_id", "max_wait", "budget"):
+        body.ClearField(name)
+    return body.SerializeToString(deterministic=True)
+
+
+def draining() -> Fault:
+    """This D takes nothing new."""
+    return Fault(Reason.DRAINING, "this decode instance drains and takes nothing new")
+
+
+def no_blocks(needed: int, free: int) -> Fault:
+    """No blocks within max_wait."""
+    text = f"{needed} blocks needed, {free} free, and others wait or max_wait is over"
+    return Fault(Reason.NO_BLOCKS, text, retry_after_s=RETRY_AFTER_S, quota=Quota(needed, free))
+
+
+def _recorded(key: TransferKey, ended: Ended) -> types_pb2.TransferState:
+    if ended.state is DecodeState.EXPIRED:
+        raise Fault(Reason.LEASE_EXPIRED, f"the lease of {key} has ended; its blocks are gone")
+    return ended.state.wire
+
+
+def _as_fault(cause: Fault | TransportFault | None) -> Fault | None:
+    if cause is None or isinstance(cause, Fault):
+        return cause
+    text = f"the prefill gave up: {cause}"
+    return Fault(Reason.PREFILL_LOST, text, {"cause": cause.code.name})

@@ -1,0 +1,353 @@
+"""D's receiving half of `inline`: chunks in, verified and copied once into the pool, acks out.
+
+One table per shard, on the shard's own loop. It knows grants, not transfers: the machine opens and
+closes them, and hears what comes of each. Writing to the pool's memory happens inside `handle`, so
+once a grant is closed nothing is written for it any more.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TypeAlias
+
+import google_crc32c
+
+from pd_grpc.decode import events as ev
+from pd_grpc.engine.base import KvMemory
+from pd_grpc.protocol.config import DecodeConfig
+from pd_grpc.protocol.faults import Code, Fault, Reason, bad_request
+from pd_grpc.protocol.layout import KvLayout
+from pd_grpc.protocol.refs import TransferKey, key_of
+from pd_grpc.protocol.sampling import FieldError
+from pd_grpc.protocol.timers import Timers
+from pd_grpc.v1 import layout_pb2, transfer_pb2
+
+CLOSED_REMEMBERED = 4096
+"""Closed grants whose end a late stream is told; the machine's tombstones outlive them."""
+
+
+@dataclass(frozen=True)
+class Respond:
+    """Send to a stream."""
+
+    stream: int
+    message: transfer_pb2.TransferResponse
+
+
+@dataclass(frozen=True)
+class EndStream:
+    """End a stream, with a fault or with OK."""
+
+    stream: int
+    fault: Fault | None
+
+
+Action: TypeAlias = Respond | EndStream | ev.Event
+"""Events are for D's machine."""
+
+
+@dataclass
+class _Grant:
+    key: TransferKey
+    blocks: tuple[int, ...]
+    verified: list[list[bytearray]]
+    missing: int
+    stream: int | None = None
+    sent_started: bool = False
+    completed: bool = False
+
+
+@dataclass
+class _Stream:
+    grant_id: str = ""
+    opened: bool = False
+    chunks: int = 0
+    bytes: int = 0
+    wanted: transfer_pb2.TransferOpen | None = None
+    actions: list[Action] = field(default_factory=list)
+
+
+class Receiver:
+    """The grants of one shard and the streams that serve them."""
+
+    def __init__(
+        self, config: DecodeConfig, layout: KvLayout, memory: KvMemory, decode_epoch: int
+    ) -> None:
+        self._config = config
+        self._layout = layout
+        self._memory = memory
+        self._epoch = decode_epoch
+        self._grants: dict[str, _Grant] = {}
+        self._streams: dict[int, _Stream] = {}
+        self._held: dict[str, list[int]] = {}
+        self._closed: OrderedDict[str, Fault] = OrderedDict()
+        self._timers: Timers[int] = Timers()
+
+    def open_grant(
+        self, grant_id: str, key: TransferKey, blocks: Sequence[int], wanted: int
+    ) -> list[Action]:
+        """Let KV in: logical blocks [0, `wanted`) of `blocks`, every layer of every group."""
+        groups = self._layout.groups
+        verified = [[bytearray(wanted) for _ in range(group.layers)] for group in groups]
+        missing = wanted * sum(group.layers for group in groups)
+        grant = _Grant(key, tuple(blocks[:wanted]), verified, missing)
+        self._grants[grant_id] = grant
+        actions: list[Action] = []
+        for stream in self._held.pop(grant_id, []):
+            self._timers.cancel(stream)
+            actions += self._attach(stream, grant_id, grant)
+        return actions
+
+    def close_grant(self, grant_id: str, fault: Fault) -> list[Action]:
+        """Let no more in, and tell the stream why."""
+        self._closed[grant_id] = fault
+        while len(self._closed) > CLOSED_REMEMBERED:
+            self._closed.popitem(last=False)
+        actions: list[Action] = []
+        grant = self._grants.pop(grant_id, None)
+        if grant is not None and grant.stream is not None:
+            actions += self._end(grant.stream, fault)
+        return [*actions, ev.ReceiveClosed(grant_id)]
+
+    def stream_began(self, stream: int) -> None:
+        """A Transfer call has come."""
+        self._streams[stream] = _Stream()
+
+    def stream_ended(self, stream: int) -> None:
+        """A Transfer call is gone; without an end, the grant waits for another stream."""
+        gone = self._streams.pop(stream, None)
+        self._timers.cancel(stream)
+        if gone is None:
+            return
+        grant = self._grants.get(gone.grant_id)
+        if grant is not None and grant.stream == stream:
+            grant.stream = None
+        held = self._held.get(gone.grant_id)
+        if held is not None and stream in held:
+            held.remove(stream)
+            if not held:
+                del self._held[gone.grant_id]
+
+    def message(
+        self, stream: int, message: transfer_pb2.TransferRequest, now: float
+    ) -> list[Action]:
+        """A message of a stream."""
+        state = self._streams.get(stream)
+        if state is None:
+            return []
+        kind = message.WhichOneof("message")
+        try:
+            if kind == "open":
+                return self._open(stream, state, message.open, now)
+            if kind == "chunk":
+                return self._chunk(stream, state, message.chunk)
+            if kind == "end":
+                return self._stream_end(stream, state, message.end)
+            raise bad_request([FieldError("message", "must be open, chunk or end")])
+        except Fault as fault:
+            return self._fail(stream, state, fault)
+
+    def tick(self, now: float) -> list[Action]:
+        """End the streams whose grant never came."""
+        actions: list[Action] = []
+        for stream in self._timers.pop_due(now):
+            grant_id = self._streams[stream].grant_id
+            fault = Fault(Reason.UNKNOWN_TRANSFER, f"grant {grant_id} is unknown here")
+            actions += self._end(stream, fault)
+        return actions
+
+    def next_wake(self) -> float | None:
+        """When `tick` must be called at the latest."""
+        return self._timers.next()
+
+    def _open(
+        self, stream: int, state: _Stream, message: transfer_pb2.TransferOpen, now: float
+    ) -> list[Action]:
+        if state.wanted is not None:
+            raise Fault(Reason.WRONG_STATE, "open came twice", {"state": "open"})
+        if message.ref.decode_epoch != self._epoch:
+            meant, here = str(message.ref.decode_epoch), str(self._epoch)
+            text = "the transfer means another process of this decode instance"
+            raise Fault(Reason.STALE_EPOCH, text, {"meant": meant, "here": here})
+        if message.transport not in (
+            layout_pb2.TRANSPORT_UNSPECIFIED,
+            layout_pb2.TRANSPORT_INLINE,
+        ):
+            name = layout_pb2.Transport.Name(message.transport)
+            raise Fault(Reason.FEATURE, f"{name} is not supported", {"feature": name})
+        if message.shard_index != 0:
+            raise bad_request([FieldError("open.shard_index", "must be 0: there is one shard")])
+        state.wanted = message
+        state.grant_id = message.grant_id
+        if message.grant_id in self._closed:
+            return self._end(stream, self._closed[message.grant_id])
+        grant = self._grants.get(message.grant_id)
+        if grant is None:
+            # P may be faster than the news of its grant.
+            self._held.setdefault(message.grant_id, []).append(stream)
+            self._timers.set(stream, now + self._config.kv_progress_s)
+            return []
+        return self._attach(stream, message.grant_id, grant)
+
+    def _attach(self, stream: int, grant_id: str, grant: _Grant) -> list[Action]:
+        state = self._streams[stream]
+        assert state.wanted is not None
+        if key_of(state.wanted.ref) != grant.key:
+            fault = Fault(Reason.NOT_OWNER, f"grant {grant_id} belongs to another transfer")
+            return self._end(stream, fault)
+        actions: list[Action] = []
+        if grant.stream is not None:
+            text = "a newer stream for the same grant took over"
+            actions += self._end(grant.stream, Fault(Reason.SUPERSEDED, text))
+        grant.stream = stream
+        state.opened = True
+        opened = transfer_pb2.TransferOpened(
+            verified=self._verified(grant), window_bytes=self._config.send_window_bytes
+        )
+        actions.append(Respond(stream, transfer_pb2.TransferResponse(opened=opened)))
+        if not grant.sent_started:
+            grant.sent_started = True
+            actions.append(ev.ReceiveStarted(grant_id))
+        return actions
+
+    def _chunk(self, stream: int, state: _Stream, chunk: transfer_pb2.KvChunk) -> list[Action]:
+        grant = self._grant_of(state)
+        self._check_range(chunk, grant)
+        payload = memoryview(chunk.payload)
+        if google_crc32c.value(chunk.payload) != chunk.crc32c:
+            raise _corrupt(chunk)
+        first, end = chunk.block_start, chunk.block_start + chunk.block_count
+        self._memory.write(
+            grant.blocks[first:end], chunk.group, chunk.layer_start, chunk.layer_count, payload
+        )
+        for layer in range(chunk.layer_start, chunk.layer_start + chunk.layer_count):
+            row = grant.verified[chunk.group][layer]
+            grant.missing -= row.count(0, first, end)
+            row[first:end] = b"\1" * chunk.block_count
+        state.chunks += 1
+        state.bytes += payload.nbytes
+        ack = transfer_pb2.TransferAck(accepted_bytes=state.bytes)
+        ack.ranges.add(
+            group=chunk.group,
+            layer_start=chunk.layer_start,
+            layer_count=chunk.layer_count,
+            block_start=chunk.block_start,
+            block_count=chunk.block_count,
+        )
+        return [
+            Respond(stream, transfer_pb2.TransferResponse(ack=ack)),
+            ev.ReceiveProgress(state.grant_id, payload.nbytes),
+        ]
+
+    def _stream_end(
+        self, stream: int, state: _Stream, end: transfer_pb2.TransferEnd
+    ) -> list[Action]:
+        grant = self._grant_of(state)
+        if (end.chunks, end.bytes) != (state.chunks, state.bytes):
+            text = f"{state.chunks} chunks of {state.bytes} bytes came, {end.chunks} of {end.bytes}"
+            raise bad_request([FieldError("end", f"{text} were announced")])
+        if grant.missing:
+            text = f"{grant.missing} layers of blocks have not come: {self._first_missing(grant)}"
+            raise bad_request([FieldError("end", text)])
+        completed = transfer_pb2.TransferCompleted(chunks=state.chunks, bytes=state.bytes)
+        actions: list[Action] = [
+            Respond(stream, transfer_pb2.TransferResponse(completed=completed))
+        ]
+        actions += self._end(stream, None)
+        if not grant.completed:
+            grant.completed = True
+            actions.append(ev.ReceiveCompleted(state.grant_id))
+        return actions
+
+    def _grant_of(self, state: _Stream) -> _Grant:
+        grant = self._grants.get(state.grant_id)
+        if not state.opened or grant is None:
+            raise Fault(Reason.WRONG_STATE, "opened has not been answered", {"state": "open"})
+        return grant
+
+    def _check_range(self, chunk: transfer_pb2.KvChunk, grant: _Grant) -> None:
+        wrong = []
+        if chunk.group >= len(self._layout.groups):
+            wrong.append(FieldError("chunk.group", f"there are {len(self._layout.groups)}"))
+            raise bad_request(wrong)
+        layers = self._layout.groups[chunk.group].layers
+        if chunk.layer_count < 1 or chunk.layer_start + chunk.layer_count > layers:
+            wrong.append(FieldError("chunk.layer_start", f"the group has {layers} layers"))
+        wanted = len(grant.blocks)
+        if chunk.block_count < 1 or chunk.block_start + chunk.block_count > wanted:
+            wrong.append(FieldError("chunk.block_start", f"{wanted} blocks are wanted"))
+        size = chunk.layer_count * chunk.block_count * self._layout.layer_bytes(chunk.group)
+        if len(chunk.payload) != size:
+            text = f"has {len(chunk.payload)} bytes; the ranges take {size}"
+            wrong.append(FieldError("chunk.payload", text))
+        if chunk.HasField("descriptor"):
+            raise Fault(
+                Reason.FEATURE, "chunk.descriptor is not supported", {"feature": "descriptor"}
+            )
+        if wrong:
+            raise bad_request(wrong)
+        if grant.completed:
+            raise Fault(Reason.WRONG_STATE, "the KV is complete", {"state": "completed"})
+
+    def _verified(self, grant: _Grant) -> list[transfer_pb2.KvRange]:
+        found = []
+        for group, rows in enumerate(grant.verified):
+            for layer, row in enumerate(rows):
+                for start, count in _runs(row):
+                    found.append(
+                        transfer_pb2.KvRange(
+                            group=group,
+                            layer_start=layer,
+                            layer_count=1,
+                            block_start=start,
+                            block_count=count,
+                        )
+                    )
+        return found
+
+    def _first_missing(self, grant: _Grant) -> str:
+        for group, rows in enumerate(grant.verified):
+            for layer, row in enumerate(rows):
+                if (block := row.find(0)) >= 0:
+                    return f"group {group}, layer {layer}, block {block} first"
+        return ""
+
+    def _fail(self, stream: int, state: _Stream, fault: Fault) -> list[Action]:
+        """What P sent is wrong: its stream ends, and so does the transfer."""
+        actions = self._end(stream, fault)
+        if state.opened and state.grant_id in self._grants:
+            code = Code.INTERNAL if fault.reason is Reason.BAD_REQUEST else None
+            told = Fault(
+                fault.reason,
+                f"the KV transfer failed: {fault.message}",
+                fault.metadata,
+                mapped_code=code,
+            )
+            actions.append(ev.ReceiveFailed(state.grant_id, told))
+        return actions
+
+    def _end(self, stream: int, fault: Fault | None) -> list[Action]:
+        self.stream_ended(stream)
+        return [EndStream(stream, fault)]
+
+
+def _runs(row: bytearray) -> list[tuple[int, int]]:
+    found, start = [], row.find(1)
+    while start >= 0:
+        end = row.find(0, start)
+        end = len(row) if end < 0 else end
+        found.append((start, end - start))
+        start = row.find(1, end)
+    return found
+
+
+def _corrupt(chunk: transfer_pb2.KvChunk) -> Fault:
+    layers = f"[{chunk.layer_start}, {chunk.layer_start + chunk.layer_count})"
+    blocks = f"[{chunk.block_start}, {chunk.block_start + chunk.block_count})"
+    return Fault(
+        Reason.KV_CORRUPT,
+        f"checksum differs for layers {layers}, blocks {blocks} of group {chunk.group}",
+        {"group": str(chunk.group), "layers": layers, "blocks": blocks},
+    )

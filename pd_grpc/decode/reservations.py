@@ -1,0 +1,60 @@
+"""Who waits for blocks: a bounded queue, first in and first out."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+
+from pd_grpc.blocks.pool import BlockPool, BlockState, Holding, NoBlocks
+
+
+class QueueFull(Exception):
+    """As many wait already as may."""
+
+
+class Reservations:
+    """Grants blocks of a pool in the order they were asked for.
+
+    Nobody overtakes: while the one at the head does not fit, all behind it wait, so that a large
+    request is not starved by small ones. `held_back` keeps everyone waiting, for those that go
+    ahead of the queue.
+    """
+
+    def __init__(self, pool: BlockPool, limit: int) -> None:
+        self._pool = pool
+        self._limit = limit
+        self._waiting: OrderedDict[str, int] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def request(self, grant_id: str, blocks: int, held_back: bool) -> Holding | None:
+        """Take `blocks` now, or join the queue and return None. QueueFull when it is full."""
+        if not self._waiting and not held_back:
+            holding = self._try(grant_id, blocks)
+            if holding is not None:
+                return holding
+        if len(self._waiting) >= self._limit:
+            raise QueueFull
+        self._waiting[grant_id] = blocks
+        return None
+
+    def leave(self, grant_id: str) -> None:
+        """Stop waiting; nothing happens to one that does not wait."""
+        self._waiting.pop(grant_id, None)
+
+    def next_granted(self, held_back: bool) -> tuple[str, Holding] | None:
+        """Grant to the one at the head if it fits now."""
+        if not self._waiting or held_back:
+            return None
+        grant_id, blocks = next(iter(self._waiting.items()))
+        holding = self._try(grant_id, blocks)
+        if holding is None:
+            return None
+        del self._waiting[grant_id]
+        return grant_id, holding
+
+    def _try(self, grant_id: str, blocks: int) -> Holding | None:
+        try:
+            return self._pool.reserve(blocks, BlockState.RESERVED, grant_id)
+        except NoBlocks:
+            return None

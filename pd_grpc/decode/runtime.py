@@ -1,0 +1,291 @@
+"""The shell around D's machine: it feeds events on the control loop and carries actions out."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from itertools import count
+
+from opentelemetry.context import Context
+
+from pd_grpc.decode import actions as act
+from pd_grpc.decode import events as ev
+from pd_grpc.decode.bulk import BulkServer
+from pd_grpc.decode.machine import DecodeMachine
+from pd_grpc.decode.outbox import SessionOutbox, TokenOutbox
+from pd_grpc.decode.spans import DecodeSpans
+from pd_grpc.engine.base import Engine, EngineFault, Sampled
+from pd_grpc.protocol.clock import Clock
+from pd_grpc.protocol.faults import Fault, Reason
+from pd_grpc.protocol.refs import TransferKey, key_of
+from pd_grpc.v1 import decode_pb2, inference_pb2
+
+log = logging.getLogger("pd_grpc.decode")
+
+UnaryFuture = asyncio.Future[act.UnaryAnswer]
+
+
+class DecodeRuntime:
+    """Runs a machine on the loop that makes it. `listeners` hear of every change of state."""
+
+    def __init__(
+        self,
+        machine: DecodeMachine,
+        engine: Engine,
+        clock: Clock,
+        spans: DecodeSpans,
+        set_ready: Callable[[bool, str], None],
+    ) -> None:
+        self.machine = machine
+        self.drained = asyncio.Event()
+        self.listeners: list[Callable[[act.Changed], None]] = []
+        self._engine = engine
+        self._clock = clock
+        self._spans = spans
+        self._set_ready = set_ready
+        self._loop = asyncio.get_running_loop()
+        self._engine_thread = ThreadPoolExecutor(1, "pd-engine")
+        self._bulk: BulkServer | None = None
+        self._numbers = count(1)
+        self._unary: dict[int, UnaryFuture] = {}
+        self._keys: dict[int, TransferKey] = {}
+        self._clients: dict[int, TokenOutbox] = {}
+        self._sessions: dict[int, SessionOutbox] = {}
+        self._pending: deque[ev.Event] = deque()
+        self._feeding = False
+        self._step: asyncio.Task[None] | None = None
+        self._wake: asyncio.TimerHandle | None = None
+
+    def connect(self, bulk: BulkServer) -> None:
+        """Give it the shard that lets KV in."""
+        self._bulk = bulk
+
+    def feed(self, event: ev.Event) -> None:
+        """Let something happen; on the control loop."""
+        self._pending.append(event)
+        if self._feeding:
+            return
+        self._feeding = True
+        try:
+            while self._pending:
+                now = self._clock.now()
+                self._perform(self.machine.handle(self._pending.popleft(), now), now)
+        finally:
+            self._feeding = False
+        self._rearm()
+
+    def feed_from_thread(self, event: ev.Event) -> None:
+        """Let something happen; from any thread. Nothing happens once the loop has ended."""
+        if not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(self.feed, event)
+
+    async def call_allocate(
+        self, request: decode_pb2.AllocateRequest, context: Context
+    ) -> decode_pb2.AllocateResponse:
+        """An Allocate; leaves the queue when the caller stops waiting."""
+        call, answer = self._open_unary()
+        self._keys[call] = key_of(request.ref)
+        self._spans.allocate(key_of(request.ref), context, self._clock.now())
+        self.feed(ev.AllocateCalled(call, request))
+        try:
+            response = await answer
+        except asyncio.CancelledError:
+            self.feed(ev.AllocateCallEnded(call))
+            raise
+        finally:
+            del self._unary[call], self._keys[call]
+        assert isinstance(response, decode_pb2.AllocateResponse)
+        return response
+
+    async def call_first_token(
+        self, request: decode_pb2.SendFirstTokenRequest
+    ) -> decode_pb2.SendFirstTokenResponse:
+        """A SendFirstToken."""
+        response = await self._call(lambda call: ev.FirstTokenCalled(call, request))
+        assert isinstance(response, decode_pb2.SendFirstTokenResponse)
+        return response
+
+    async def call_release(self, request: decode_pb2.ReleaseRequest) -> decode_pb2.ReleaseResponse:
+        """A Release."""
+        response = await self._call(lambda call: ev.ReleaseCalled(call, request))
+        assert isinstance(response, decode_pb2.ReleaseResponse)
+        return response
+
+    def open_session(self, hello: decode_pb2.Hello) -> tuple[int, SessionOutbox]:
+        """A P's session; the caller reports what comes in and its end."""
+        stream, outbox = next(self._numbers), SessionOutbox()
+        self._sessions[stream] = outbox
+        self.feed(ev.HelloReceived(stream, hello))
+        return stream, outbox
+
+    def close_session(self, stream: int) -> None:
+        """A session's stream is gone."""
+        del self._sessions[stream]
+        self.feed(ev.SessionStreamEnded(stream))
+
+    def open_generate(
+        self, request: inference_pb2.GenerateRequest, budget_s: float, context: Context
+    ) -> tuple[int, TokenOutbox]:
+        """A client's leg; the caller reports its end."""
+        call, outbox = next(self._numbers), TokenOutbox(self.machine.instance.name)
+        self._clients[call] = outbox
+        if request.HasField("handoff"):
+            self._spans.client(key_of(request.handoff.ref), context)
+        self.feed(ev.GenerateCalled(call, request, budget_s))
+        if not request.HasField("handoff"):
+            transfer = self.machine.ledger.of_call(call)
+            if transfer is not None:
+                self._spans.client(transfer.key, context)
+        return call, outbox
+
+    def close_generate(self, call: int) -> None:
+        """A client's leg is gone; a late word of it changes nothing."""
+        del self._clients[call]
+        self.feed(ev.GenerateCallEnded(call))
+
+    async def stop(self) -> None:
+        """Wait for the running step, then end the engine thread. The machine is fed no more."""
+        if self._wake is not None:
+            self._wake.cancel()
+        if self._step is not None:
+            await self._step
+        await asyncio.to_thread(self._engine_thread.shutdown)
+
+    async def _call(self, event: Callable[[int], ev.Event]) -> act.UnaryAnswer:
+        call, answer = self._open_unary()
+        self.feed(event(call))
+        try:
+            return await answer
+        finally:
+            del self._unary[call]
+
+    def _open_unary(self) -> tuple[int, UnaryFuture]:
+        call, answer = next(self._numbers), self._loop.create_future()
+        self._unary[call] = answer
+        return call, answer
+
+    def _perform(self, actions: Sequence[act.Action], now: float) -> None:
+        for action in actions:
+            if isinstance(action, act.Answer):
+                self._settle(action.call, action.message)
+            elif isinstance(action, act.Refuse):
+                self._refuse(action, now)
+            elif isinstance(action, act.Emit | act.FinishGenerate):
+                self._to_client(action)
+            elif isinstance(action, act.SessionSend | act.SessionEnd):
+                self._to_session(action)
+            elif isinstance(action, act.OpenReceive | act.CloseReceive):
+                self._to_bulk(action)
+            elif isinstance(action, act.RunStep):
+                self._step = self._loop.create_task(self._run_step(action.plan, now))
+            elif isinstance(action, act.Changed):
+                self._note(action, now)
+            elif isinstance(action, act.SetReady):
+                self._set_ready(action.ready, action.reason)
+            else:
+                self.drained.set()
+
+    def _settle(self, call: int, message: act.UnaryAnswer) -> None:
+        answer = self._unary.get(call)
+        if answer is not None and not answer.done():
+            answer.set_result(message)
+
+    def _refuse(self, action: act.Refuse, now: float) -> None:
+        if action.call in self._clients:
+            self._clients[action.call].fail(action.fault)
+            return
+        key = self._keys.get(action.call)
+        if key is not None:
+            self._spans.refused(key, action.fault, now)
+        answer = self._unary.get(action.call)
+        if answer is not None and not answer.done():
+            answer.set_exception(action.fault)
+
+    def _to_client(self, action: act.Emit | act.FinishGenerate) -> None:
+        outbox = self._clients.get(action.call)
+        if outbox is None:
+            return
+        if isinstance(action, act.Emit):
+            outbox.tokens(action.tokens)
+        else:
+            outbox.finish(action.reason, action.usage)
+
+    def _to_session(self, action: act.SessionSend | act.SessionEnd) -> None:
+        outbox = self._sessions.get(action.stream)
+        if outbox is None:
+            return
+        if isinstance(action, act.SessionSend):
+            outbox.send(action.message)
+        else:
+            outbox.end(action.fault)
+
+    def _to_bulk(self, action: act.OpenReceive | act.CloseReceive) -> None:
+        assert self._bulk is not None
+        if isinstance(action, act.OpenReceive):
+            self._bulk.open_grant(action.grant_id, action.key, action.blocks, action.wanted)
+        else:
+            self._bulk.close_grant(action.grant_id, action.fault)
+
+    def _note(self, change: act.Changed, now: float) -> None:
+        self._spans.changed(change, now)
+        for listener in self.listeners:
+            listener(change)
+        if change.fault is not None:
+            extra = {"transfer_id": change.key.transfer_id}
+            log.warning("%s %s: %s", change.key, change.after.name, change.fault, extra=extra)
+
+    async def _run_step(self, plan: act.StepPlan, now: float) -> None:
+        transfers = self.machine.ledger.transfers
+        served = plan.prefill_grants + plan.decode_grants
+        self._spans.step_began(plan, [transfers[g].key for g in served if g in transfers], now)
+        event: ev.Event
+        fault: Fault | None = None
+        try:
+            prefilled, decoded = await self._loop.run_in_executor(
+                self._engine_thread, run_plan, self._engine, plan
+            )
+            event = ev.StepDone(plan.step, prefilled, decoded)
+        except EngineFault as error:
+            fault = Fault(Reason.ENGINE_ERROR, str(error))
+            event = ev.StepFailed(plan.step, fault)
+        except Exception as error:  # whatever a model raises fails this step's requests alone
+            log.exception("the engine raised")
+            fault = Fault(Reason.ENGINE_ERROR, f"{type(error).__name__} in the engine")
+            event = ev.StepFailed(plan.step, fault)
+        self._spans.step_ended(self._clock.now(), fault)
+        self._step = None
+        self.feed(event)
+
+    def _rearm(self) -> None:
+        if self._wake is not None:
+            self._wake.cancel()
+            self._wake = None
+        at = self.machine.next_wake()
+        if at is not None:
+            self._wake = self._loop.call_later(max(0.0, at - self._clock.now()), self._tick)
+
+    def _tick(self) -> None:
+        self._wake = None
+        now = self._clock.now()
+        self._perform(self.machine.tick(now), now)
+        self._rearm()
+
+
+def run_plan(
+    engine: Engine, plan: act.StepPlan
+) -> tuple[Sequence[Sampled | None], Sequence[Sampled]]:
+    """A step, on the engine thread: chunks first, then one token for every slot."""
+    prefilled: Sequence[Sampled | None] = ()
+    decoded: Sequence[Sampled] = ()
+    if plan.prefill:
+        prefilled = engine.prefill(plan.prefill, _no_layer)
+    if plan.decode:
+        decoded = engine.decode(plan.decode)
+    return prefilled, decoded
+
+
+def _no_layer(group: int, layer: int) -> None:
+    """Locally computed KV goes nowhere."""

@@ -1,0 +1,154 @@
+"""A whole D in one process: control loop, bulk thread, engine thread."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+
+from opentelemetry.sdk.trace import TracerProvider
+
+from pd_grpc.blocks.pool import BlockPool
+from pd_grpc.decode.bulk import BulkServer
+from pd_grpc.decode.machine import DecodeMachine, Model
+from pd_grpc.decode.receiver import Receiver
+from pd_grpc.decode.runtime import DecodeRuntime
+from pd_grpc.decode.service import DecodeInference, DecodeService
+from pd_grpc.decode.sessions import Offer
+from pd_grpc.decode.spans import DecodeSpans
+from pd_grpc.decode.view import DecodeView
+from pd_grpc.engine.base import Engine
+from pd_grpc.protocol.admin import AdminService, ChangeFeed
+from pd_grpc.protocol.clock import Clock, SystemClock
+from pd_grpc.protocol.config import DecodeConfig
+from pd_grpc.protocol.messages import layout_to_proto
+from pd_grpc.protocol.refs import mint_epoch, mint_id
+from pd_grpc.protocol.serving import ControlServer
+from pd_grpc.telemetry.tracing import Tracing
+from pd_grpc.v1 import (
+    admin_pb2_grpc,
+    decode_pb2_grpc,
+    inference_pb2,
+    inference_pb2_grpc,
+    layout_pb2,
+    types_pb2,
+)
+
+SERVICES = (
+    "pd_grpc.v1.DecodeService",
+    "pd_grpc.v1.InferenceService",
+    "pd_grpc.v1.AdminService",
+)
+
+
+@dataclass
+class DecodeServer:
+    """A running D. To be stopped on the loop that started it."""
+
+    instance: types_pb2.Instance
+    pool: BlockPool
+    machine: DecodeMachine
+    control: ControlServer
+    bulk: BulkServer
+    runtime: DecodeRuntime
+    view: DecodeView
+    changes: ChangeFeed
+    engine: Engine
+
+    @property
+    def name(self) -> str:
+        """Stable name of the instance."""
+        return self.instance.name
+
+    @property
+    def endpoint(self) -> str:
+        """host:port of the control endpoint."""
+        return self.control.endpoint
+
+    def drain(self, deadline_s: float | None = None) -> int:
+        """Take nothing new; returns what is in flight. `drained` tells when that has ended."""
+        return self.view.drain(deadline_s)
+
+    async def drained(self) -> None:
+        """Wait until a drain has nothing left to finish."""
+        await self.runtime.drained.wait()
+
+    async def stop(self) -> None:
+        """End everything now: calls, streams, threads."""
+        self.changes.close()
+        await self.control.stop(0)
+        await asyncio.to_thread(self.bulk.stop)
+        await self.runtime.stop()
+        self.engine.close()
+
+
+async def start_decode(
+    config: DecodeConfig,
+    engine: Engine,
+    *,
+    clock: Clock | None = None,
+    tracer_provider: TracerProvider | None = None,
+) -> DecodeServer:
+    """Start a D over an engine on the running loop. PortInUse when a port is taken."""
+    clock = clock or SystemClock()
+    control = ControlServer(config, "decode", SERVICES)
+    control.bind()
+    instance = types_pb2.Instance(
+        name=control.name, epoch=mint_epoch(clock), role=types_pb2.ROLE_DECODE
+    )
+    receiver = Receiver(config, engine.layout, engine.memory, instance.epoch)
+    bulk = BulkServer(config, receiver, clock)
+    await asyncio.to_thread(bulk.start)
+    machine = _machine(config, engine, instance, bulk)
+    tracing = Tracing(clock, instance.name, "decode", tracer_provider)
+    changes = ChangeFeed()
+    runtime = DecodeRuntime(machine, engine, clock, DecodeSpans(tracing), control.set_ready)
+    runtime.connect(bulk)
+    bulk.listeners.append(runtime.feed_from_thread)
+    view = DecodeView(config, engine.name, runtime, control, clock, changes)
+    runtime.listeners.append(view.changed)
+    info = model_info(engine)
+    decode_pb2_grpc.add_DecodeServiceServicer_to_server(
+        DecodeService(runtime, config), control.server
+    )
+    inference_pb2_grpc.add_InferenceServiceServicer_to_server(
+        DecodeInference(runtime, config, info), control.server
+    )
+    admin_pb2_grpc.add_AdminServiceServicer_to_server(AdminService(view, changes), control.server)
+    server = DecodeServer(
+        instance, machine.pool, machine, control, bulk, runtime, view, changes, engine
+    )
+    await control.start()
+    await asyncio.to_thread(engine.warm_up)
+    control.set_ready(True)
+    return server
+
+
+def model_info(engine: Engine) -> inference_pb2.GetModelInfoResponse:
+    """What is served, from the engine."""
+    return inference_pb2.GetModelInfoResponse(
+        model=engine.name,
+        tokenizer=engine.name,
+        max_model_len=engine.max_model_len,
+        vocab_size=engine.vocab_size,
+        eos_token_ids=sorted(engine.eos_token_ids),
+        layout=layout_to_proto(engine.layout),
+        features=sorted(engine.features),
+    )
+
+
+def _machine(
+    config: DecodeConfig, engine: Engine, instance: types_pb2.Instance, bulk: BulkServer
+) -> DecodeMachine:
+    offer = Offer(
+        instance=instance,
+        layout=engine.layout,
+        shards=[layout_pb2.Shard(endpoint=bulk.endpoint, tp_size=1)],
+        features=frozenset(),
+        max_model_len=engine.max_model_len,
+        timeouts=config,
+    )
+    model = Model(
+        engine.vocab_size, engine.eos_token_ids, engine.tokenizer(), frozenset(engine.features)
+    )
+    pool = BlockPool(engine.memory.num_blocks)
+    return DecodeMachine(config, pool, offer, model, mint_id)

@@ -1,0 +1,135 @@
+"""D on the wire: handlers that translate, and hold no rule."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import grpc.aio
+
+from pd_grpc.decode import events as ev
+from pd_grpc.decode.outbox import SessionOutbox
+from pd_grpc.decode.runtime import DecodeRuntime
+from pd_grpc.protocol import rpc
+from pd_grpc.protocol.config import Timeouts
+from pd_grpc.protocol.faults import Fault, Reason
+from pd_grpc.protocol.messages import duration, seconds
+from pd_grpc.telemetry.tracing import extract
+from pd_grpc.v1 import decode_pb2, decode_pb2_grpc, inference_pb2, inference_pb2_grpc
+
+Context = grpc.aio.ServicerContext[Any, Any]
+
+
+class DecodeService(decode_pb2_grpc.DecodeServiceServicer):
+    """What P calls."""
+
+    def __init__(self, runtime: DecodeRuntime, timeouts: Timeouts) -> None:
+        self._runtime = runtime
+        self._timeouts = timeouts
+
+    async def Session(self, request_iterator: Any, context: Context) -> None:
+        first = await anext(aiter(request_iterator), None)
+        if first is None:
+            return
+        if first.WhichOneof("message") != "hello":
+            await rpc.abort(context, _out_of_order("hello must come first"))
+        stream, outbox = self._runtime.open_session(first.hello)
+        reader = asyncio.create_task(self._read(stream, request_iterator))
+        reader.add_done_callback(lambda done: _end_with(done, outbox))
+        try:
+            while (message := await outbox.next()) is not None:
+                await context.write(message)
+        except Fault as fault:
+            await rpc.abort(context, fault)
+        finally:
+            reader.cancel()
+            self._runtime.close_session(stream)
+
+    async def _read(self, stream: int, requests: Any) -> None:
+        message: decode_pb2.SessionRequest
+        async for message in requests:
+            kind = message.WhichOneof("message")
+            if kind == "heartbeat":
+                self._runtime.feed(ev.HeartbeatReceived(stream, message.heartbeat))
+            elif kind == "goodbye":
+                self._runtime.feed(ev.GoodbyeReceived(stream))
+            elif kind == "hello":
+                raise _out_of_order("hello came twice")
+
+    async def Allocate(
+        self, request: decode_pb2.AllocateRequest, context: Context
+    ) -> decode_pb2.AllocateResponse:
+        self._shrink_wait(request, context)
+        try:
+            return await self._runtime.call_allocate(
+                request, extract(context.invocation_metadata())
+            )
+        except Fault as fault:
+            await rpc.abort(context, fault)
+
+    async def SendFirstToken(
+        self, request: decode_pb2.SendFirstTokenRequest, context: Context
+    ) -> decode_pb2.SendFirstTokenResponse:
+        try:
+            return await self._runtime.call_first_token(request)
+        except Fault as fault:
+            await rpc.abort(context, fault)
+
+    async def Release(
+        self, request: decode_pb2.ReleaseRequest, context: Context
+    ) -> decode_pb2.ReleaseResponse:
+        try:
+            return await self._runtime.call_release(request)
+        except Fault as fault:
+            await rpc.abort(context, fault)
+
+    def _shrink_wait(self, request: decode_pb2.AllocateRequest, context: Context) -> None:
+        """Answer before the caller's own timer fires, whatever wait it asks for."""
+        left = rpc.time_left(context)
+        if left is None:
+            return
+        wait = min(seconds(request.max_wait), left - self._timeouts.hop_margin_s)
+        request.max_wait.CopyFrom(duration(wait))
+
+
+class DecodeInference(inference_pb2_grpc.InferenceServiceServicer):
+    """What clients call on D."""
+
+    def __init__(
+        self,
+        runtime: DecodeRuntime,
+        timeouts: Timeouts,
+        model_info: inference_pb2.GetModelInfoResponse,
+    ) -> None:
+        self._runtime = runtime
+        self._timeouts = timeouts
+        self._model_info = model_info
+
+    async def Generate(self, request: inference_pb2.GenerateRequest, context: Context) -> None:
+        budget_s = rpc.budget_of(context, self._timeouts)
+        parent = extract(context.invocation_metadata())
+        call, outbox = self._runtime.open_generate(request, budget_s, parent)
+        try:
+            while (message := await outbox.next()) is not None:
+                await context.write(message)
+        except Fault as fault:
+            await rpc.abort(context, fault)
+        finally:
+            self._runtime.close_generate(call)
+
+    async def GetModelInfo(
+        self, request: inference_pb2.GetModelInfoRequest, context: Context
+    ) -> inference_pb2.GetModelInfoResponse:
+        return self._model_info
+
+
+def _out_of_order(text: str) -> Fault:
+    return Fault(Reason.WRONG_STATE, text, {"state": "session"})
+
+
+def _end_with(reader: asyncio.Task[None], outbox: SessionOutbox) -> None:
+    """Whatever ends the reading ends the session."""
+    if reader.cancelled():
+        return
+    error = reader.exception()
+    outbox.end(error if isinstance(error, Fault) else None)

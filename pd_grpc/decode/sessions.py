@@ -1,0 +1,204 @@
+"""The Ps that D knows: who they are, whether they live, and which session is theirs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from pd_grpc.decode.transfer import Owner
+from pd_grpc.protocol.config import Timeouts
+from pd_grpc.protocol.faults import Fault, Reason, bad_request
+from pd_grpc.protocol.layout import GroupKind, KvLayout, PlaneKind
+from pd_grpc.protocol.messages import duration, layout_from_proto, layout_to_proto
+from pd_grpc.protocol.refs import name_errors
+from pd_grpc.protocol.sampling import FieldError
+from pd_grpc.v1 import decode_pb2, layout_pb2, types_pb2
+
+
+@dataclass
+class Session:
+    """One P's standing conversation; `stream` is None while it is broken."""
+
+    session_id: str
+    owner: Owner
+    stream: int | None
+
+
+@dataclass(frozen=True)
+class Offer:
+    """What D offers in every Welcome."""
+
+    instance: types_pb2.Instance
+    layout: KvLayout
+    shards: Sequence[layout_pb2.Shard]
+    features: frozenset[str]
+    max_model_len: int
+    timeouts: Timeouts
+    grant_needs_client: bool = False
+    first_token_by_decode: bool = False
+
+
+@dataclass(frozen=True)
+class Joined:
+    """A P was taken in. `replaced` is its earlier session, `outlived` an earlier process of it."""
+
+    session: Session
+    welcome: decode_pb2.Welcome
+    replaced: Session | None
+    outlived: Session | None
+
+
+class Sessions:
+    """Sessions by P's name. Of one name only the greatest epoch is known, and of that only the
+    newest session."""
+
+    def __init__(self, offer: Offer) -> None:
+        self._offer = offer
+        self._by_name: dict[str, Session] = {}
+        self._by_id: dict[str, Session] = {}
+        self._by_stream: dict[int, Session] = {}
+
+    def join(self, stream: int, hello: decode_pb2.Hello, session_id: str) -> Joined:
+        """Take a P in. Fault when it is malformed, meant for another, stale or unlike us."""
+        self._check(hello)
+        owner = Owner(hello.instance.name, hello.instance.epoch)
+        known = self._by_name.get(owner.name)
+        if known is not None and known.owner.epoch > owner.epoch:
+            raise Fault(
+                Reason.STALE_EPOCH,
+                f"prefill {owner.name} has a newer process",
+                {"epoch": str(owner.epoch), "newest": str(known.owner.epoch)},
+            )
+        session = Session(session_id, owner, stream)
+        if known is not None:
+            self.forget(known)
+        self._by_name[owner.name] = session
+        self._by_id[session_id] = session
+        self._by_stream[stream] = session
+        same = known is not None and known.owner == owner
+        return Joined(
+            session,
+            self._welcome(hello, session_id),
+            replaced=known if same else None,
+            outlived=None if same else known,
+        )
+
+    def of_stream(self, stream: int) -> Session | None:
+        """The session that lives on a stream; None once it was superseded."""
+        return self._by_stream.get(stream)
+
+    def of_call(self, session_id: str) -> Session:
+        """The session a call names. Fault NO_SESSION when it is unknown or superseded."""
+        session = self._by_id.get(session_id)
+        if session is None:
+            raise Fault(Reason.NO_SESSION, "the session is unknown or superseded: open a new one")
+        return session
+
+    def of_owner(self, owner: Owner) -> Session | None:
+        """The session of a P process."""
+        session = self._by_name.get(owner.name)
+        return session if session is not None and session.owner == owner else None
+
+    def broke(self, session: Session) -> None:
+        """Its stream is gone; it is known until `forget`."""
+        if session.stream is not None:
+            self._by_stream.pop(session.stream, None)
+            session.stream = None
+
+    def forget(self, session: Session) -> None:
+        """It is over."""
+        self.broke_quietly(session)
+        self._by_id.pop(session.session_id, None)
+        if self._by_name.get(session.owner.name) is session:
+            del self._by_name[session.owner.name]
+
+    def broke_quietly(self, session: Session) -> None:
+        """Take it off its stream but let it remember which one that was."""
+        if session.stream is not None:
+            self._by_stream.pop(session.stream, None)
+
+    def live(self) -> list[Session]:
+        """Every session with a stream."""
+        return list(self._by_stream.values())
+
+    def _check(self, hello: decode_pb2.Hello) -> None:
+        wrong = name_errors(hello.instance.name, "hello.instance.name", required=True)
+        if hello.instance.epoch == 0:
+            wrong.append(FieldError("hello.instance.epoch", "must not be 0"))
+        if not hello.layouts:
+            wrong.append(FieldError("hello.layouts", "must have at least one"))
+        if wrong:
+            raise bad_request(wrong)
+        ours = self._offer.instance
+        if hello.decode_name and hello.decode_name != ours.name:
+            raise Fault(
+                Reason.WRONG_INSTANCE,
+                f"this is {ours.name}, not {hello.decode_name}",
+                {"meant": hello.decode_name, "here": ours.name},
+            )
+        self._check_layouts(hello.layouts)
+        _check_transport_and_ranks(hello)
+
+    def _check_layouts(self, offered: Sequence[layout_pb2.KvLayout]) -> None:
+        differences = []
+        for message in offered:
+            try:
+                theirs = layout_from_proto(message)
+            except ValueError as error:
+                raise Fault(Reason.FEATURE, f"layout: {error}", {"feature": "kv_group"}) from error
+            _check_built(theirs)
+            found = self._offer.layout.differences(theirs)
+            if not found:
+                return
+            differences.append(found)
+        first = differences[0][0]
+        raise _mismatch(f"layout.{first.field}", first.ours, first.theirs)
+
+    def _welcome(self, hello: decode_pb2.Hello, session_id: str) -> decode_pb2.Welcome:
+        offer, timeouts = self._offer, self._offer.timeouts
+        return decode_pb2.Welcome(
+            instance=offer.instance,
+            session_id=session_id,
+            features=sorted(offer.features & set(hello.features)),
+            layout=layout_to_proto(offer.layout),
+            transport=layout_pb2.TRANSPORT_INLINE,
+            shards=offer.shards,
+            lease=duration(timeouts.lease_s),
+            grace=duration(timeouts.grace_s),
+            heartbeat=duration(timeouts.heartbeat_s),
+            grant_needs_client=offer.grant_needs_client,
+            first_token_by_decode=offer.first_token_by_decode,
+            max_model_len=offer.max_model_len,
+            kv_progress=duration(timeouts.kv_progress_s),
+        )
+
+
+def _check_built(theirs: KvLayout) -> None:
+    for g, group in enumerate(theirs.groups):
+        kinds = {plane.kind for plane in group.planes}
+        if group.kind is not GroupKind.FULL or kinds - {PlaneKind.K, PlaneKind.V}:
+            raise Fault(
+                Reason.FEATURE,
+                f"layout.groups[{g}]: only FULL attention with planes K and V is built",
+                {"feature": f"kv_group.{group.kind.name}"},
+            )
+
+
+def _check_transport_and_ranks(hello: decode_pb2.Hello) -> None:
+    if hello.transports and layout_pb2.TRANSPORT_INLINE not in hello.transports:
+        names = ", ".join(layout_pb2.Transport.Name(t) for t in hello.transports)
+        raise _mismatch("transports", "TRANSPORT_INLINE", names)
+    if len(hello.shards) > 1:
+        raise _mismatch("shards", "1", str(len(hello.shards)))
+    for shard in hello.shards:
+        for name in ("tp_size", "pp_size", "cp_size", "dp_size"):
+            if getattr(shard, name) > 1:
+                raise _mismatch(f"shards[0].{name}", "1", str(getattr(shard, name)))
+
+
+def _mismatch(field: str, ours: str, theirs: str) -> Fault:
+    return Fault(
+        Reason.LAYOUT_MISMATCH,
+        f"{field} differs: {ours} here, {theirs} there",
+        {"field": field, "ours": ours, "theirs": theirs},
+    )

@@ -1,0 +1,128 @@
+"""One transfer as D keeps it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from pd_grpc.blocks.pool import Holding
+from pd_grpc.decode.actions import TokenOut
+from pd_grpc.decode.states import DecodeState
+from pd_grpc.engine.stopping import Finish, StopRule
+from pd_grpc.protocol.faults import Fault
+from pd_grpc.protocol.refs import TransferKey
+from pd_grpc.protocol.sampling import Sampling
+from pd_grpc.v1 import decode_pb2, types_pb2
+
+
+@dataclass(frozen=True)
+class Owner:
+    """The P process that a transfer belongs to until hand-off."""
+
+    name: str
+    epoch: int
+
+
+@dataclass
+class PrefillLeg:
+    """What P said of a transfer: its Allocate, and who waits for the answer."""
+
+    owner: Owner
+    request: decode_pb2.AllocateRequest
+    body: bytes
+    calls: list[int] = field(default_factory=list)
+    response: decode_pb2.AllocateResponse | None = None
+
+
+@dataclass
+class ClientLeg:
+    """The client's Generate: its prompt, what it has already, and how to sample."""
+
+    call: int
+    prompt: list[int]
+    generated: list[int]
+    sampling: Sampling
+    stop: StopRule
+    until: float
+
+
+@dataclass
+class Transfer:
+    """A request on D. `grant_id` names it to engine and receiver from its birth on.
+
+    `output` are the tokens chosen here or by P, without those the client had already. `kv_tokens`
+    is how many leading tokens have their KV in the holding's blocks.
+    """
+
+    key: TransferKey
+    grant_id: str
+    state: DecodeState
+    created: float
+    since: float
+    budget_until: float
+    request_id: str = ""
+    prefill: PrefillLeg | None = None
+    client: ClientLeg | None = None
+    local: bool = False
+    holding: Holding | None = None
+    receiving: bool = False
+    first: decode_pb2.FirstToken | None = None
+    kv_complete: bool = False
+    kv_tokens: int = 0
+    output: list[int] = field(default_factory=list)
+    held: list[TokenOut] = field(default_factory=list)
+    handed_off_at: float | None = None
+
+    @property
+    def handed_off(self) -> bool:
+        """Whether D owns it: it holds the verified KV and the first token."""
+        return self.handed_off_at is not None
+
+    @property
+    def tokens(self) -> list[int]:
+        """Prompt, what the client had already, and output."""
+        if self.client is None:
+            return list(self.output)
+        return self.client.prompt + self.client.generated + self.output
+
+    @property
+    def owner(self) -> Owner | None:
+        """The P it belongs to, once an Allocate has come."""
+        return None if self.prefill is None else self.prefill.owner
+
+
+@dataclass(frozen=True)
+class Ended:
+    """What is remembered of a transfer that has ended.
+
+    `undelivered` is an answer that P completed before the client's leg came.
+    """
+
+    state: DecodeState
+    fault: Fault | None
+    request_id: str
+    created: float
+    ended: float
+    peer: str
+    prompt_tokens: int
+    generated_tokens: int
+    undelivered: Undelivered | None = None
+
+
+@dataclass(frozen=True)
+class Undelivered:
+    """A whole answer, one token long, waiting for its client."""
+
+    token: TokenOut
+    finish: Finish
+    allocate: decode_pb2.AllocateRequest
+
+
+def finish_of(reason: types_pb2.FinishReason) -> Finish | None:
+    """The domain's reason for a wire reason; None for "not ended"."""
+    return Finish(reason) if reason else None
+
+
+def usage_of(prompt: Sequence[int], generated: int) -> types_pb2.Usage:
+    """Token counts of an answer; nothing comes from a prefix cache in v1."""
+    return types_pb2.Usage(prompt_tokens=len(prompt), completion_tokens=generated)

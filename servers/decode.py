@@ -1,0 +1,29 @@
+"""The decode server: read the configuration, load the engine, serve."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import Sequence
+
+from opentelemetry.sdk.trace import TracerProvider
+
+from pd_grpc.decode.server import DecodeServer, start_decode
+from pd_grpc.engine.load import load_engine
+from pd_grpc.protocol.config import DecodeConfig
+from pd_grpc.servers import process
+
+
+def main(argv: Sequence[str]) -> int:
+    """Serve until told to stop; returns the exit status, see `process.run`."""
+    return process.run("decode", DecodeConfig, argv, start)
+
+
+async def start(config: DecodeConfig, provider: TracerProvider | None) -> DecodeServer:
+    """A D over the configured engine. ModelError when it cannot be loaded."""
+    engine = await asyncio.to_thread(load_engine, config, process.progress)
+    return await start_decode(config, engine, tracer_provider=provider)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,119 @@
+"""What the three servers' processes have in common: configuration, signals, exit statuses."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Protocol, TypeVar
+
+from opentelemetry.sdk.trace import TracerProvider
+
+from pd_grpc.cli.settings import SettingsError, load_settings
+from pd_grpc.engine.model_error import ModelError
+from pd_grpc.protocol.config import ServerConfig
+from pd_grpc.protocol.rpc import PortInUse
+from pd_grpc.telemetry.logs import configure_logging
+from pd_grpc.telemetry.tracing import make_provider
+
+EXIT_CONFIGURATION = 2
+EXIT_PORT_IN_USE = 3
+
+C = TypeVar("C", bound=ServerConfig)
+
+
+class Server(Protocol):
+    """A running instance."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def endpoint(self) -> str: ...
+
+    def drain(self, deadline_s: float | None = None) -> int:
+        """Take nothing new and finish what runs; returns what is in flight."""
+        ...
+
+    async def drained(self) -> None:
+        """Wait until a drain, whoever asked for it, has nothing left to finish."""
+        ...
+
+    async def stop(self) -> None:
+        """End everything now."""
+        ...
+
+
+def run(
+    role: str,
+    settings: type[C],
+    argv: Sequence[str],
+    start: Callable[[C, TracerProvider | None], Awaitable[Server]],
+) -> int:
+    """Serve until a drain has ended or a signal came; returns the exit status.
+
+    SIGTERM and SIGINT drain; a second one ends at once. 0 after that, 2 for a configuration or
+    model that cannot be used, 3 for a port in use; the reason goes to standard error. Prints
+    `ready ROLE NAME ENDPOINT` on standard output once it answers.
+    """
+    try:
+        config = load_settings(settings, argv, os.environ)
+        configure_logging(config.log_format, config.log_level)
+        provider = make_provider(f"pd-grpc-{role}", config.name or role, config.otlp)
+        return asyncio.run(_serve(role, config, provider, start))
+    except (SettingsError, ModelError) as error:
+        print(f"pd-grpc serve {role}: {error}", file=sys.stderr)
+        return EXIT_CONFIGURATION
+    except PortInUse as error:
+        print(f"pd-grpc serve {role}: {error}", file=sys.stderr)
+        return EXIT_PORT_IN_USE
+
+
+def progress(line: str) -> None:
+    """Say on standard error what takes long."""
+    print(line, file=sys.stderr, flush=True)
+
+
+async def _serve(
+    role: str,
+    config: C,
+    provider: TracerProvider | None,
+    start: Callable[[C, TracerProvider | None], Awaitable[Server]],
+) -> int:
+    asked, insisted = asyncio.Event(), asyncio.Event()
+
+    def on_signal() -> None:
+        (insisted if asked.is_set() else asked).set()
+
+    loop = asyncio.get_running_loop()
+    for signum in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(signum, on_signal)
+    starting = asyncio.ensure_future(start(config, provider))
+    if not await _first_of(starting, asked.wait()):
+        # Loading cannot be interrupted; nothing is in flight yet.
+        os._exit(0)
+    server = starting.result()
+    print(f"ready {role} {server.name} {server.endpoint}", flush=True)
+    await _first_of(server.drained(), asked.wait())
+    if asked.is_set():
+        server.drain(config.drain_s)
+        # The drain ends by its own timer; the margin is for its last answers.
+        over = asyncio.wait_for(server.drained(), config.drain_s + 1.0)
+        await _first_of(asyncio.gather(over, return_exceptions=True), insisted.wait())
+    await server.stop()
+    if provider is not None:
+        await asyncio.to_thread(provider.shutdown)
+    return 0
+
+
+async def _first_of(wanted: Awaitable[object], other: Awaitable[object]) -> bool:
+    """Wait for either; True when `wanted` is done. What `wanted` raises is left in it."""
+    first, second = asyncio.ensure_future(wanted), asyncio.ensure_future(other)
+    await asyncio.wait({first, second}, return_when=asyncio.FIRST_COMPLETED)
+    second.cancel()
+    if first.done():
+        return True
+    first.cancel()
+    return False
