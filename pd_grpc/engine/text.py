@@ -17,15 +17,14 @@ class Detokenizer:
     it, and later tokens are ignored.
     """
 
-    def __init__(
-        self, tokenizer: Tokenizer, stop: Sequence[str] = (), min_tokens: int = 0
-    ) -> None:
+    def __init__(self, tokenizer: Tokenizer, stop: Sequence[str] = (), min_tokens: int = 0) -> None:
         self._tokenizer = tokenizer
         self._stop = tuple(stop)
         self._min_tokens = min_tokens
         self._ids: list[int] = []
         self._window_start = 0
-        self._window_read = 0
+        self._window_next = 0
+        self._window_taken = 0
         self._text = ""
         self._emitted = 0
         self.stopped = False
@@ -52,15 +51,19 @@ class Detokenizer:
 
     def _extend(self, final: bool) -> None:
         # Decoding from a few tokens back keeps spaces right for tokenizers that strip them at the
-        # start; only the part that is new against the previous window is taken.
-        known = self._tokenizer.decode(self._ids[self._window_start : self._window_read])
+        # start; only what the window holds beyond the text already taken from it is new.
         window = self._tokenizer.decode(self._ids[self._window_start :])
-        if not final and (len(window) <= len(known) or window.endswith(_REPLACEMENT)):
+        complete = window if final else window.rstrip(_REPLACEMENT)
+        new = complete[self._window_taken :]
+        if not new:
             return
         start = len(self._text)
-        self._text += window[len(known) :]
-        self._window_start = self._window_read
-        self._window_read = len(self._ids)
+        self._text += new
+        self._window_taken = len(complete)
+        if len(complete) == len(window):
+            self._window_start, self._window_next = self._window_next, len(self._ids)
+            kept = self._ids[self._window_start :]
+            self._window_taken = len(self._tokenizer.decode(kept))
         self._cut_at_stop(start)
 
     def _cut_at_stop(self, new_from: int) -> None:
