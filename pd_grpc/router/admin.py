@@ -1,0 +1,119 @@
+"""What an operator sees of the router and of the instances behind it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Callable
+from importlib.metadata import PackageNotFoundError, version
+
+import grpc.aio
+
+from pd_grpc.protocol.clock import Clock
+from pd_grpc.protocol.config import RouterConfig
+from pd_grpc.protocol.messages import duration
+from pd_grpc.protocol.serving import ControlServer
+from pd_grpc.router.discovery import Discovery, InstanceView
+from pd_grpc.router.in_flight import InFlight
+from pd_grpc.v1 import admin_pb2, types_pb2
+
+_PEER_INFO_S = 1.0
+"""How long an instance may take to say how it is before it counts as unreachable."""
+
+
+class RouterAdmin:
+    """The router's `AdminView`. `start_drain` begins to drain; None means the configured time."""
+
+    def __init__(
+        self,
+        config: RouterConfig,
+        clock: Clock,
+        instance: types_pb2.Instance,
+        control: ControlServer,
+        discovery: Discovery,
+        in_flight: InFlight,
+        start_drain: Callable[[float | None], None],
+    ) -> None:
+        self._config = config
+        self._clock = clock
+        self._instance = instance
+        self._control = control
+        self._discovery = discovery
+        self._in_flight = in_flight
+        self._start_drain = start_drain
+        self._started = clock.now()
+        self.draining = False
+
+    def server_info(self) -> admin_pb2.ServerInfo:
+        models = [view.model for view in self._discovery.instances if view.model is not None]
+        in_flight = Counter(request.info().state for request in self._in_flight.running())
+        return admin_pb2.ServerInfo(
+            instance=self._instance,
+            endpoint=self._control.endpoint,
+            health=self._health(),
+            health_reason=self._control.reason,
+            version=package_version(),
+            model=models[0].model if models else "",
+            uptime=duration(self._clock.now() - self._started),
+            transfers=_counts(in_flight),
+            ended=_counts(self._in_flight.ended_counts),
+            settings={name: str(value) for name, value in self._config.model_dump().items()},
+        )
+
+    async def peer_infos(self) -> list[admin_pb2.ServerInfo]:
+        return list(await asyncio.gather(*map(self._ask, self._discovery.instances)))
+
+    def transfers(self) -> list[admin_pb2.TransferInfo]:
+        return [request.info() for request in self._in_flight.running()]
+
+    def transfer(self, transfer_id: str, attempt: int) -> admin_pb2.TransferInfo | None:
+        running = self._in_flight.find(transfer_id, attempt)
+        if running is not None:
+            return running.info()
+        return self._in_flight.ended(transfer_id, attempt)
+
+    def release(self, transfer_id: str, attempt: int, reason: str) -> admin_pb2.TransferInfo | None:
+        running = self._in_flight.find(transfer_id, attempt)
+        if running is None:
+            return self._in_flight.ended(transfer_id, attempt)
+        running.release(reason)
+        return running.info()
+
+    def drain(self, deadline_s: float | None) -> int:
+        self._start_drain(deadline_s)
+        return len(self._in_flight)
+
+    def _health(self) -> admin_pb2.Health:
+        if self.draining:
+            return admin_pb2.HEALTH_DRAINING
+        return admin_pb2.HEALTH_SERVING if self._control.ready else admin_pb2.HEALTH_NOT_SERVING
+
+    async def _ask(self, view: InstanceView) -> admin_pb2.ServerInfo:
+        try:
+            answer = await view.admin.GetServerInfo(
+                admin_pb2.GetServerInfoRequest(), timeout=_PEER_INFO_S
+            )
+        except grpc.aio.AioRpcError as error:
+            return admin_pb2.ServerInfo(
+                instance=types_pb2.Instance(name=view.name, epoch=view.epoch, role=view.role),
+                endpoint=view.endpoint,
+                health=admin_pb2.HEALTH_UNREACHABLE,
+                health_reason=f"{error.code().name}: {error.details()}",
+            )
+        info: admin_pb2.ServerInfo = answer.server
+        return info
+
+
+def package_version() -> str:
+    """Version of pd-grpc; empty in a tree that was never installed."""
+    try:
+        return version("pd-grpc")
+    except PackageNotFoundError:
+        return ""
+
+
+def _counts(counts: Counter[types_pb2.TransferState]) -> list[admin_pb2.TransferCount]:
+    return [
+        admin_pb2.TransferCount(state=state, transfers=number)
+        for state, number in sorted(counts.items())
+    ]

@@ -1,0 +1,149 @@
+"""InferenceService of the router: between a client's call and a routed request.
+
+Seam: an OpenAI-compatible front calls `RouterService.route` with a GenerateRequest of its own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+from typing import Any, TypeAlias
+
+import grpc.aio
+from opentelemetry.context import Context
+from opentelemetry.trace import Span
+
+from pd_grpc.protocol import rpc
+from pd_grpc.protocol.faults import Fault, Reason, stage_deadline
+from pd_grpc.protocol.refs import mint_id
+from pd_grpc.router.intake import RoutableRequest, check_shape, fit, tokenize
+from pd_grpc.router.policies import pair
+from pd_grpc.router.runtime import RoutedCall, Routing
+from pd_grpc.router.timing import AnswerTimes
+from pd_grpc.telemetry import names
+from pd_grpc.telemetry.tracing import Tracing, extract, trace_id
+from pd_grpc.v1 import inference_pb2, inference_pb2_grpc, types_pb2
+
+_log = logging.getLogger("pd_grpc.router.service")
+
+ServicerContext: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
+Write = Callable[[inference_pb2.GenerateResponse], Awaitable[None]]
+
+
+class RouterService(inference_pb2_grpc.InferenceServiceServicer):
+    """Serves `InferenceService` by routing. `draining` refuses what is new."""
+
+    def __init__(self, routing: Routing, tracing: Tracing) -> None:
+        self._routing = routing
+        self._tracing = tracing
+        self.draining = False
+
+    async def GetModelInfo(
+        self, request: inference_pb2.GetModelInfoRequest, context: ServicerContext
+    ) -> inference_pb2.GetModelInfoResponse:
+        try:
+            return self._routing.discovery.model()
+        except Fault as fault:
+            await rpc.abort(context, fault)
+
+    async def Generate(
+        self, request: inference_pb2.GenerateRequest, context: ServicerContext
+    ) -> None:
+        budget_s = rpc.budget_of(context, self._routing.config)
+        parent = extract(context.invocation_metadata())
+        try:
+            await self.route(request, budget_s, parent, context.write)
+        except Fault as fault:
+            await rpc.abort(context, fault.for_client())
+
+    async def route(
+        self, request: inference_pb2.GenerateRequest, budget_s: float, parent: Context, write: Write
+    ) -> None:
+        """Answer `request` message by message within `budget_s` seconds. Raises Fault."""
+        accepted = self._routing.clock.now()
+        request_id = request.request_id or mint_id("r")
+        span = self._tracing.start(
+            names.SPAN_REQUEST,
+            parent=parent,
+            at=accepted,
+            attributes={names.ATTR_REQUEST_ID: request_id},
+        )
+        error: tuple[str, str, str] | None = ("CANCELLED", "CLIENT_GONE", "the client left")
+        try:
+            if self.draining:
+                raise Fault(Reason.DRAINING, "the router is draining")
+            with self._routing.in_flight.named(request_id):
+                await self._answer(request, request_id, accepted, accepted + budget_s, span, write)
+            error = None
+        except Fault as fault:
+            error = (fault.code.name, fault.reason.value, fault.reason.value)
+            extra = {
+                "request_id": request_id,
+                "trace_id": trace_id(Tracing.context(span)),
+                "code": fault.code.name,
+                "reason": fault.reason.value,
+            }
+            _log.info("request failed", extra=extra)
+            raise
+        finally:
+            self._tracing.end(span, error=error)
+
+    async def _answer(
+        self,
+        request: inference_pb2.GenerateRequest,
+        request_id: str,
+        accepted: float,
+        budget_ends: float,
+        span: Span,
+        write: Write,
+    ) -> None:
+        routing, tracing = self._routing, self._tracing
+        context = Tracing.context(span)
+        route = tracing.start(names.SPAN_ROUTE, parent=context, at=accepted)
+        error: tuple[str, str, str] | None = ("CANCELLED", "CLIENT_GONE", "the client left")
+        try:
+            routable = await self._read(request, request_id, budget_ends)
+            config, discovery = routing.config, routing.discovery
+            pairing = pair(
+                discovery.ready(types_pb2.ROLE_PREFILL),
+                discovery.ready(types_pb2.ROLE_DECODE),
+                routing.prefill_load,
+                routing.decode_load,
+                config.aggregated,
+            )
+            times = AnswerTimes(accepted)
+            call = RoutedCall(routing, routable, pairing, times, budget_ends, context)
+            identity: dict[str, str | int] = {
+                names.ATTR_TRANSFER_ID: call.key.transfer_id,
+                names.ATTR_ATTEMPT: call.key.attempt,
+            }
+            for each in (span, route):
+                each.set_attributes(identity)
+            span.set_attribute(names.ATTR_PROMPT_TOKENS, routable.prompt_tokens)
+            call.start()
+            error = None
+        except Fault as fault:
+            error = (fault.code.name, fault.reason.value, fault.reason.value)
+            raise
+        finally:
+            tracing.end(route, error=error)
+        try:
+            while (message := await call.next_message()) is not None:
+                await write(message)
+        finally:
+            await call.close()
+
+    async def _read(
+        self, request: inference_pb2.GenerateRequest, request_id: str, budget_ends: float
+    ) -> RoutableRequest:
+        """Validate, tokenize and measure. Fault as `intake` says, or STAGE_DEADLINE."""
+        routing = self._routing
+        kind = check_shape(request)
+        limits = routing.discovery.limits()
+        left = max(0.0, budget_ends - routing.clock.now())
+        try:
+            token_ids = await asyncio.wait_for(tokenize(request, kind, routing.tokenizer), left)
+        except asyncio.TimeoutError:
+            raise stage_deadline("route") from None
+        return fit(request, request_id, kind, token_ids, limits, routing.config.default_max_tokens)

@@ -1,0 +1,40 @@
+"""Where the time of one answer went, from the moments the router saw and what P reported."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from pd_grpc.protocol.messages import duration, seconds
+from pd_grpc.v1 import types_pb2
+
+_OF_PREFILL = ("queue", "prepare", "allocate", "compute", "exposed_send")
+
+
+@dataclass
+class AnswerTimes:
+    """Moments of one request on the router's clock, in seconds, and P's part of the timings.
+
+    No clock is shared between machines, so `first_token` is what is left of the time to first token
+    as the router measured it once route and P's queue, prepare and compute are taken away: P's
+    sending, D's passing on, and both network legs. The stages so add up to the time to first token;
+    if P reported more time than passed here, `first_token` is 0 and the sum shows it.
+    """
+
+    accepted: float
+    opened: float | None = None
+    first_token_at: float | None = None
+    prefill: types_pb2.Timings = field(default_factory=types_pb2.Timings)
+
+    def timings(self, now: float) -> types_pb2.Timings:
+        """All of it, at the end of the answer."""
+        opened = now if self.opened is None else self.opened
+        timings = types_pb2.Timings(
+            route=duration(opened - self.accepted), total=duration(now - self.accepted)
+        )
+        for name in _OF_PREFILL:
+            if self.prefill.HasField(name):
+                getattr(timings, name).CopyFrom(getattr(self.prefill, name))
+        first = now if self.first_token_at is None else self.first_token_at
+        known = sum(seconds(value) for value in (timings.queue, timings.prepare, timings.compute))
+        timings.first_token.CopyFrom(duration(first - opened - known))
+        return timings
