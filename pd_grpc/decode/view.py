@@ -15,8 +15,8 @@ from pd_grpc.protocol.config import DecodeConfig
 from pd_grpc.protocol.messages import duration
 from pd_grpc.protocol.refs import TransferKey
 from pd_grpc.protocol.serving import ControlServer
+from pd_grpc.protocol.version import VERSION
 from pd_grpc.v1 import admin_pb2, types_pb2
-from pd_grpc.version import VERSION
 
 _WAITS_FOR = {
     DecodeState.EXPECTED: "Allocate from the prefill",
