@@ -31,6 +31,10 @@ ENDLESS_METHODS = frozenset(
 """Calls that last until one side leaves. A stopping server ends them at once instead of giving them
 its grace, which is for work."""
 
+FAREWELL_S = 0.5
+"""How long a stopping server waits for the readers of endless calls to take its last word. One that
+has stopped reading would otherwise hold it for the whole grace."""
+
 _Context = grpc.aio.ServicerContext[Any, Any]
 _Behaviour = Callable[[Any, _Context], Any]
 
@@ -51,25 +55,32 @@ class HandlerRegistry(_Interceptor):
     def __init__(self, endless: frozenset[str] = ENDLESS_METHODS) -> None:
         self._endless = endless
         self._running: dict[asyncio.Task[Any], str] = {}
-        self._idle = asyncio.Event()
-        self._idle.set()
         self._ending = False
 
     @property
     def running(self) -> int:
-        """Handlers that have not returned."""
+        """Calls whose handler has not cleaned up, or whose status is still on its way out."""
         return len(self._running)
 
     async def drained(self) -> None:
-        """Wait until no handler runs."""
-        await self._idle.wait()
+        """Wait until no call runs."""
+        while self._running:
+            await asyncio.wait(list(self._running))
+
+    async def work_done(self) -> None:
+        """Wait until none but endless calls run."""
+        while work := [task for task, method in self._running.items() if not self._lasts(method)]:
+            await asyncio.wait(work)
 
     def end_endless(self) -> None:
         """End the calls that would never end of themselves, with DRAINING; later ones likewise."""
         self._ending = True
         for task, method in self._running.items():
-            if method in self._endless:
+            if self._lasts(method):
                 task.cancel()
+
+    def _lasts(self, method: str) -> bool:
+        return method in self._endless
 
     async def intercept_service(self, continuation: Any, handler_call_details: Any) -> Any:
         handler = await continuation(handler_call_details)
@@ -88,7 +99,7 @@ class HandlerRegistry(_Interceptor):
 
     def _registered(self, method: str, behaviour: _Behaviour) -> _Behaviour:
         run = _as_coroutine(behaviour) if isasyncgenfunction(behaviour) else behaviour
-        endless = method in self._endless
+        endless = self._lasts(method)
 
         async def handle(request: Any, context: _Context) -> Any:
             if endless and self._ending:
@@ -96,17 +107,13 @@ class HandlerRegistry(_Interceptor):
             task = asyncio.current_task()
             assert task is not None
             self._running[task] = method
-            self._idle.clear()
+            task.add_done_callback(self._running.pop)
             try:
                 return await run(request, context)
             except asyncio.CancelledError:
                 if not endless or not self._ending or context.cancelled():
                     raise
                 await rpc.abort(context, _STOPPING)
-            finally:
-                del self._running[task]
-                if not self._running:
-                    self._idle.set()
 
         return handle
 
@@ -223,8 +230,13 @@ class ControlServer:
             await self._publisher
         self.handlers.end_endless()
         # grpc cancels what is left after the grace, once: a second cancel would cut clean-up short.
-        await self.server.stop(grace_s)
-        await self.handlers.drained()
+        stopped = asyncio.create_task(self.server.stop(grace_s))
+        work = asyncio.create_task(self.handlers.work_done())
+        await asyncio.wait((stopped, work), return_when=asyncio.FIRST_COMPLETED)
+        if not stopped.done():
+            await asyncio.wait((stopped,), timeout=FAREWELL_S)
+            await self.server.stop(None)
+        await asyncio.gather(stopped, work, self.handlers.drained())
 
     async def _publish_changes(self) -> None:
         while not self._stopping:

@@ -29,11 +29,13 @@ class Work(admin_pb2_grpc.AdminServiceServicer):
 
     def __init__(self) -> None:
         self.begun = asyncio.Event()
+        self.again = asyncio.Event()
         self.finish = asyncio.Event()
         self.cleaning = asyncio.Event()
         self.may_clean = asyncio.Event()
         self.may_clean.set()
         self.cleaned = 0
+        self.ballast = ""
 
     async def Drain(self, request: Any, context: Any) -> admin_pb2.DrainResponse:
         try:
@@ -48,8 +50,11 @@ class Work(admin_pb2_grpc.AdminServiceServicer):
     ) -> AsyncIterator[admin_pb2.WatchTransfersResponse]:
         try:
             while not self.finish.is_set():
+                if self.begun.is_set():
+                    self.again.set()
                 self.begun.set()
-                yield admin_pb2.WatchTransfersResponse()
+                transfer = admin_pb2.TransferInfo(waits_for=self.ballast)
+                yield admin_pb2.WatchTransfersResponse(transfer=transfer)
         finally:
             await self._clean()
 
@@ -256,6 +261,18 @@ async def test_f52_a_stream_that_is_cut_short_cleans_up_before_its_handler_count
         await server.stop(30)
     await server.handlers.drained()
     assert work.cleaned == 1
+
+
+async def test_a_watcher_that_has_stopped_reading_does_not_hold_a_stop_for_its_grace(
+    server: ControlServer, channel: grpc.aio.Channel, work: Work
+) -> None:
+    work.ballast = "x" * (15 * MIB)  # more than flow control lets through unread
+    stub = admin_pb2_grpc.AdminServiceStub(channel)
+    call = stub.WatchTransfers(admin_pb2.WatchTransfersRequest())
+    await call.read()
+    await work.again.wait()
+    await asyncio.wait_for(server.stop(3600), 20)
+    assert (work.cleaned, server.handlers.running) == (1, 0)
 
 
 async def test_a_server_that_never_started_stops() -> None:
