@@ -9,7 +9,7 @@ STAMP := $(VENV)/.installed
 BUILD := build
 
 .DEFAULT_GOAL := help
-.PHONY: help venv test lint protos-lint types unit demo protoc protos protos-breaking format clean
+.PHONY: help venv test lint protos-lint types unit demo protoc protos protos-breaking tables format clean
 .DELETE_ON_ERROR:
 # pytest comes last, with its closing line, under -j too.
 .NOTPARALLEL:
@@ -20,6 +20,7 @@ help:
 	@echo 'make demo             one prefill, one decode and one router on this machine'
 	@echo 'make protos           generate pd_grpc/v1 from protos/pd_grpc/v1'
 	@echo 'make protos-breaking  compare the protocol with that of the last tag'
+	@echo 'make tables           write the tables of README.md that come from code'
 	@echo 'make format           format Python and protos'
 	@echo 'make clean            remove what the build left, and the environments'
 
@@ -55,7 +56,7 @@ lint: protos-lint
 	$(BIN)/ruff format --check .
 
 types: $(STAMP)
-	$(BIN)/mypy pd_grpc tests
+	$(BIN)/mypy pd_grpc tests tools
 
 unit: $(STAMP)
 	$(PY) -m pytest $(ARGS)
@@ -111,6 +112,9 @@ else
 endif
 
 # -------------------------------------------------------------------------------------------------
+
+tables: $(STAMP)
+	$(PY) -m tools.readme_tables
 
 format: $(STAMP)
 	$(BIN)/ruff check --fix .
