@@ -84,6 +84,7 @@ class Discovery:
     def __init__(self, config: RouterConfig, on_change: Callable[[], None]) -> None:
         self._config = config
         self._on_change = on_change
+        self._changed = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
         self._instances = [
             *(self._view(endpoint, types_pb2.ROLE_PREFILL) for endpoint in self._prefill()),
@@ -117,6 +118,15 @@ class Discovery:
     def at(self, endpoint: str) -> InstanceView:
         """The instance at an endpoint. KeyError for one that is not configured."""
         return self._by_endpoint[endpoint]
+
+    async def changed(self) -> None:
+        """Wait for the next change of any instance."""
+        await self._changed.wait()
+
+    async def until_all_ready(self) -> None:
+        """Wait until every configured instance takes requests."""
+        while not all(view.ready for view in self._instances):
+            await self.changed()
 
     def ready(self, role: types_pb2.Role) -> list[Target]:
         """The instances of a role that take requests."""
@@ -234,6 +244,8 @@ class Discovery:
             state = "ready" if ready else f"not ready: {reason}"
             _log.info("%s instance %s", view.role_name, state, extra=extra)
         view.ready, view.reason = ready, reason
+        self._changed.set()
+        self._changed = asyncio.Event()
         self._on_change()
 
 

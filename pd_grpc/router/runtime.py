@@ -147,8 +147,8 @@ class RoutedCall:
         self._perform(self._machine.on_client_gone(self._now()))
         if self._timer is not None:
             self._timer.cancel()
-        for give_back in list(self._charges.values()):
-            give_back()
+        for leg in list(self._charges):
+            self._give_back(leg)
         if self._state in (types_pb2.TRANSFER_STATE_ROUTED, types_pb2.TRANSFER_STATE_STREAMING):
             self._state_is(types_pb2.TRANSFER_STATE_CANCELLED)
         self._routing.in_flight.remove(self)

@@ -45,32 +45,32 @@ class RouterServer:
             name=self._control.name, epoch=mint_epoch(clock), role=types_pb2.ROLE_ROUTER
         )
         self._changes = ChangeFeed()
-        self._in_flight = InFlight(config, clock, self._changes)
-        self._discovery = Discovery(config, self._update_readiness)
+        self.in_flight = InFlight(config, clock, self._changes)
+        self.discovery = Discovery(config, self._update_readiness)
         self._tracing = Tracing(clock, self.instance.name, "router", tracer_provider)
-        routing = Routing(
+        self.routing = Routing(
             config,
             clock,
             tokenizer,
-            self._discovery,
+            self.discovery,
             LeastLoad(),
             LeastLoad(),
-            self._in_flight,
+            self.in_flight,
         )
-        self._service = RouterService(routing, self._tracing)
+        self.service = RouterService(self.routing, self._tracing)
         self._admin = RouterAdmin(
             config,
             clock,
             self.instance,
             self._control,
-            self._discovery,
-            self._in_flight,
+            self.discovery,
+            self.in_flight,
             self._start_drain,
         )
         self._stopping: asyncio.Task[None] | None = None
         self.drained = asyncio.Event()
         server = self._control.server
-        inference_pb2_grpc.add_InferenceServiceServicer_to_server(self._service, server)
+        inference_pb2_grpc.add_InferenceServiceServicer_to_server(self.service, server)
         admin_pb2_grpc.add_AdminServiceServicer_to_server(
             AdminService(self._admin, self._changes), server
         )
@@ -89,7 +89,7 @@ class RouterServer:
         """Serve, and look for the instances. PortInUse if the port is taken."""
         await self._control.start()
         self._update_readiness()
-        self._discovery.start()
+        self.discovery.start()
 
     async def stop(self, grace_s: float | None = None) -> None:
         """Take nothing new, let what runs finish for `grace_s` (None: `drain_s`), then end it."""
@@ -102,25 +102,25 @@ class RouterServer:
         if self._stopping is not None:
             return
         grace_s = self._config.drain_s if deadline_s is None else deadline_s
-        self._service.draining = self._admin.draining = True
+        self.service.draining = self._admin.draining = True
         _log.info("draining for at most %g s", grace_s, extra={"instance": self.name})
         self._stopping = asyncio.create_task(self._stop(grace_s), name="drain")
 
     async def _stop(self, grace_s: float) -> None:
         """Refuse with DRAINING while requests run; then close the port and end what is left."""
         self._control.set_ready(False, "draining")
-        idle = asyncio.create_task(self._in_flight.idle())
+        idle = asyncio.create_task(self.in_flight.idle())
         await asyncio.wait([idle], timeout=grace_s)
         idle.cancel()
         self._changes.close()
         await self._control.stop(0)
-        await self._discovery.stop()
+        await self.discovery.stop()
         self.drained.set()
 
     def _update_readiness(self) -> None:
         if self._stopping is not None:
             return
-        role = self._discovery.missing_role()
+        role = self.discovery.missing_role()
         reason = "" if role is None else f"no {role} instance is ready"
         self._control.set_ready(role is None, reason)
 

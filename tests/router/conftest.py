@@ -1,0 +1,107 @@
+"""A router in front of scripted instances."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from typing import Any
+
+import grpc.aio
+import pytest
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+
+from pd_grpc.engine.sim_tokenizer import SimTokenizer
+from pd_grpc.protocol import rpc
+from pd_grpc.protocol.config import RouterConfig
+from pd_grpc.protocol.faults import Fault, TransportFault
+from pd_grpc.router.server import RouterServer, start_router
+from pd_grpc.v1 import (
+    admin_pb2_grpc,
+    inference_pb2,
+    inference_pb2_grpc,
+    sampling_pb2,
+    types_pb2,
+)
+from tests.router.scripted import Scripted
+
+VOCAB = 32000
+
+
+@dataclass
+class Site:
+    """One P, two Ds and a router, none of which holds anything at the end of a test."""
+
+    router: RouterServer
+    p: Scripted
+    d1: Scripted
+    d2: Scripted
+    stub: inference_pb2_grpc.InferenceServiceStub
+    admin: admin_pb2_grpc.AdminServiceStub
+    spans: InMemorySpanExporter
+
+    def generate(self, timeout: float | None = None, **fields: Any) -> Any:
+        """Open Generate; `sampling` defaults to four greedy tokens, the prompt to three ids."""
+        if not {"text", "messages", "token_ids"} & fields.keys():
+            fields["token_ids"] = inference_pb2.TokenIds(ids=[5, 6, 7])
+        fields.setdefault("sampling", sampling_pb2.SamplingParams(max_tokens=4, temperature=0))
+        return self.stub.Generate(inference_pb2.GenerateRequest(**fields), timeout=timeout)
+
+    async def answer(self, **fields: Any) -> list[inference_pb2.GenerateResponse]:
+        """Every message of a whole answer."""
+        return [message async for message in self.generate(**fields)]
+
+    async def fault(self, **fields: Any) -> Fault:
+        """The fault a request ends with."""
+        with pytest.raises(grpc.aio.AioRpcError) as raised:
+            await self.answer(**fields)
+        fault: Fault | TransportFault = rpc.read_error(raised.value)
+        assert isinstance(fault, Fault), fault
+        return fault
+
+
+def config_for(p: Scripted, *decodes: Scripted, **fields: Any) -> RouterConfig:
+    return RouterConfig(
+        name="r1",
+        prefill=(p.endpoint,),
+        decode=tuple(d.endpoint for d in decodes),
+        grace_s=0.3,
+        settle_s=0.2,
+        **fields,
+    )
+
+
+@pytest.fixture
+async def site() -> AsyncIterator[Site]:
+    p = Scripted(types_pb2.ROLE_PREFILL, "p1")
+    d1 = Scripted(types_pb2.ROLE_DECODE, "d1")
+    d2 = Scripted(types_pb2.ROLE_DECODE, "d2")
+    for instance in (p, d1, d2):
+        await instance.start()
+    provider, spans = TracerProvider(), InMemorySpanExporter()
+    provider.add_span_processor(SimpleSpanProcessor(spans))
+    config = config_for(p, d1, d2)
+    router = await start_router(config, SimTokenizer(VOCAB), tracer_provider=provider)
+    await asyncio.wait_for(router.discovery.until_all_ready(), 10)
+    try:
+        async with grpc.aio.insecure_channel(router.endpoint) as channel:
+            yield Site(
+                router,
+                p,
+                d1,
+                d2,
+                inference_pb2_grpc.InferenceServiceStub(channel),
+                admin_pb2_grpc.AdminServiceStub(channel),
+                spans,
+            )
+        await asyncio.wait_for(router.in_flight.idle(), 5)
+        assert not router.in_flight.running(), "a request is still in flight"
+        loads = [router.routing.prefill_load, router.routing.decode_load]
+        endpoints = [instance.endpoint for instance in (p, d1, d2)]
+        assert {load.in_flight(e) for load in loads for e in endpoints} == {(0, 0)}
+    finally:
+        await router.stop(0)
+        for instance in (p, d1, d2):
+            await instance.stop()
