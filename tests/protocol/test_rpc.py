@@ -1,0 +1,89 @@
+"""Deadlines, budgets and channels as every server and caller gets them."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from typing import Any
+
+import grpc.aio
+import pytest
+
+from pd_grpc.protocol import rpc
+from pd_grpc.protocol.config import ServerConfig, Sizes, Timeouts
+from pd_grpc.v1 import admin_pb2, admin_pb2_grpc
+
+TIMEOUTS = Timeouts(request_budget_s=300.0, hop_margin_s=0.1)
+
+
+class Deadlines(admin_pb2_grpc.AdminServiceServicer):
+    """Notes what is left of each call."""
+
+    def __init__(self) -> None:
+        self.left: float | None = None
+        self.budget = -1.0
+
+    async def Drain(self, request: Any, context: Any) -> admin_pb2.DrainResponse:
+        self.left, self.budget = rpc.time_left(context), rpc.budget_of(context, TIMEOUTS)
+        return admin_pb2.DrainResponse()
+
+
+@pytest.fixture
+def deadlines() -> Deadlines:
+    return Deadlines()
+
+
+@pytest.fixture
+async def stub(deadlines: Deadlines) -> AsyncIterator[admin_pb2_grpc.AdminServiceStub]:
+    server = grpc.aio.server(options=rpc.server_options(ServerConfig()))
+    admin_pb2_grpc.add_AdminServiceServicer_to_server(deadlines, server)
+    port = rpc.bind(server, "127.0.0.1", 0)
+    await server.start()
+    async with rpc.aio_channel(f"127.0.0.1:{port}", TIMEOUTS, Sizes()) as channel:
+        yield admin_pb2_grpc.AdminServiceStub(channel)
+    await server.stop(None)
+
+
+async def test_a_budget_is_what_the_caller_gives_less_the_margin(
+    stub: admin_pb2_grpc.AdminServiceStub, deadlines: Deadlines
+) -> None:
+    await stub.Drain(admin_pb2.DrainRequest(), timeout=30)
+    assert deadlines.left is not None and 20 < deadlines.left <= 30
+    assert deadlines.budget == pytest.approx(deadlines.left - 0.1, abs=0.05)
+
+
+async def test_a_call_without_a_deadline_has_the_default_budget(
+    stub: admin_pb2_grpc.AdminServiceStub, deadlines: Deadlines
+) -> None:
+    await stub.Drain(admin_pb2.DrainRequest())
+    assert (deadlines.left, deadlines.budget) == (None, 300.0)
+
+
+@pytest.mark.parametrize(
+    ("host", "shown"),
+    [("127.0.0.1", "127.0.0.1:8"), ("::1", "[::1]:8"), ("pod.local", "pod.local:8")],
+)
+def test_an_address_is_written_as_grpc_reads_it(host: str, shown: str) -> None:
+    assert rpc.address(host, 8) == shown
+
+
+async def test_an_address_that_cannot_be_bound_is_an_error_that_names_it() -> None:
+    server = grpc.aio.server(options=rpc.server_options(ServerConfig()))
+    with pytest.raises(rpc.PortInUse, match=r"203\.0\.113\.1:0"):
+        rpc.bind(server, "203.0.113.1", 0)
+    await server.stop(None)
+
+
+def test_a_frozen_peer_is_found_within_two_heartbeats() -> None:
+    options = dict(rpc.channel_options(Timeouts(heartbeat_s=2.5), Sizes()))
+    # keepalive_timeout_ms alone finds it only after a minute.
+    assert options["grpc.keepalive_time_ms"] == 2500
+    assert options["grpc.keepalive_timeout_ms"] == options["grpc.http2.ping_timeout_ms"] == 2500
+
+
+def test_a_server_tolerates_the_pings_of_our_channels() -> None:
+    server = dict(rpc.server_options(ServerConfig()))
+    channel = dict(rpc.channel_options(Timeouts(), Sizes()))
+    allowed_ms = server["grpc.http2.min_ping_interval_without_data_ms"]
+    assert allowed_ms <= channel["grpc.keepalive_time_ms"]
+    assert server["grpc.keepalive_permit_without_calls"] == 1
+    assert server["grpc.so_reuseport"] == 0
