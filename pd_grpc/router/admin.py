@@ -22,7 +22,7 @@ _PEER_INFO_S = 1.0
 
 
 class RouterAdmin:
-    """The router's `AdminView`. `start_drain` begins to drain; None means the configured time."""
+    """The router's `AdminView`. `drain` is the server's own."""
 
     def __init__(
         self,
@@ -32,7 +32,7 @@ class RouterAdmin:
         control: ControlServer,
         discovery: Discovery,
         in_flight: InFlight,
-        start_drain: Callable[[float | None], None],
+        drain: Callable[[float | None], int],
     ) -> None:
         self._config = config
         self._clock = clock
@@ -40,7 +40,7 @@ class RouterAdmin:
         self._control = control
         self._discovery = discovery
         self._in_flight = in_flight
-        self._start_drain = start_drain
+        self._drain = drain
         self._started = clock.now()
         self.draining = False
 
@@ -80,8 +80,7 @@ class RouterAdmin:
         return running.info()
 
     def drain(self, deadline_s: float | None) -> int:
-        self._start_drain(deadline_s)
-        return len(self._in_flight)
+        return self._drain(deadline_s)
 
     def _health(self) -> admin_pb2.Health:
         if self.draining:

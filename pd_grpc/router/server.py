@@ -28,7 +28,7 @@ SERVICES = ("pd_grpc.v1.InferenceService", "pd_grpc.v1.AdminService")
 
 
 class RouterServer:
-    """A router. `drained` is set once it has drained and stopped, whoever asked for it."""
+    """A router, to be made and used on one loop."""
 
     def __init__(
         self,
@@ -65,10 +65,10 @@ class RouterServer:
             self._control,
             self.discovery,
             self.in_flight,
-            self._start_drain,
+            self.drain,
         )
-        self._stopping: asyncio.Task[None] | None = None
-        self.drained = asyncio.Event()
+        self._draining: asyncio.Task[None] | None = None
+        self._drained = asyncio.Event()
         server = self._control.server
         inference_pb2_grpc.add_InferenceServiceServicer_to_server(self.service, server)
         admin_pb2_grpc.add_AdminServiceServicer_to_server(
@@ -85,40 +85,53 @@ class RouterServer:
         """host:port that clients reach it at."""
         return self._control.endpoint
 
+    @property
+    def ready(self) -> bool:
+        """Whether it takes requests: an instance of each needed role is ready."""
+        return self._control.ready
+
     async def start(self) -> None:
         """Serve, and look for the instances. PortInUse if the port is taken."""
         await self._control.start()
         self._update_readiness()
         self.discovery.start()
 
-    async def stop(self, grace_s: float | None = None) -> None:
-        """Take nothing new, let what runs finish for `grace_s` (None: `drain_s`), then end it."""
-        if self._stopping is None:
-            self._start_drain(grace_s)
-        assert self._stopping is not None
-        await self._stopping
+    def drain(self, deadline_s: float | None = None) -> int:
+        """Refuse what is new with DRAINING and let what runs finish for `deadline_s` (None is
+        `drain_s`); returns what runs."""
+        if self._draining is None:
+            grace_s = self._config.drain_s if deadline_s is None else deadline_s
+            self.service.draining = self._admin.draining = True
+            self._control.set_ready(False, "draining")
+            _log.info("draining for at most %g s", grace_s, extra={"instance": self.name})
+            self._draining = asyncio.create_task(self._drain(grace_s), name="drain")
+        return len(self.in_flight)
 
-    def _start_drain(self, deadline_s: float | None) -> None:
-        if self._stopping is not None:
-            return
-        grace_s = self._config.drain_s if deadline_s is None else deadline_s
-        self.service.draining = self._admin.draining = True
-        _log.info("draining for at most %g s", grace_s, extra={"instance": self.name})
-        self._stopping = asyncio.create_task(self._stop(grace_s), name="drain")
+    async def drained(self) -> None:
+        """Wait until a drain, whoever asked for it, is over: nothing runs or its time has come."""
+        await self._drained.wait()
 
-    async def _stop(self, grace_s: float) -> None:
-        """Refuse with DRAINING while requests run; then close the port and end what is left."""
-        self._control.set_ready(False, "draining")
-        idle = asyncio.create_task(self.in_flight.idle())
-        await asyncio.wait([idle], timeout=grace_s)
-        idle.cancel()
+    async def stop(self, grace_s: float = 0.0) -> None:
+        """Drain for at most `grace_s`, then end everything; returns when every handler has cleaned
+        up. A drain under way is cut short."""
+        if self._draining is None:
+            self.drain(grace_s)
+            await self._drained.wait()
+        assert self._draining is not None
+        self._draining.cancel()
+        self._drained.set()
         self._changes.close()
         await self._control.stop(0)
         await self.discovery.stop()
-        self.drained.set()
+
+    async def _drain(self, grace_s: float) -> None:
+        idle = asyncio.create_task(self.in_flight.idle())
+        await asyncio.wait([idle], timeout=grace_s)
+        idle.cancel()
+        self._drained.set()
 
     def _update_readiness(self) -> None:
-        if self._stopping is not None:
+        if self._draining is not None:
             return
         role = self.discovery.missing_role()
         reason = "" if role is None else f"no {role} instance is ready"

@@ -102,6 +102,6 @@ async def site() -> AsyncIterator[Site]:
         endpoints = [instance.endpoint for instance in (p, d1, d2)]
         assert {load.in_flight(e) for load in loads for e in endpoints} == {(0, 0)}
     finally:
-        await router.stop(0)
+        await router.stop()
         for instance in (p, d1, d2):
             await instance.stop()

@@ -535,7 +535,7 @@ async def test_a_draining_router_refuses_what_is_new_and_finishes_what_runs(site
     assert (fault.code, fault.reason) == (Code.UNAVAILABLE, Reason.DRAINING)
     go_on.set()
     assert (await rest_of(running))[-1].finish_reason == types_pb2.FINISH_REASON_LENGTH
-    await asyncio.wait_for(site.router.drained.wait(), 5)
+    await asyncio.wait_for(site.router.drained(), 5)
 
 
 # --- tracing --------------------------------------------------------------------------------------
