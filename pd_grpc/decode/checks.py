@@ -49,6 +49,11 @@ def limits_of(
     return Limits(instance, max_model_len, vocab_size, total_blocks, config.block_size, features)
 
 
+def draining() -> Fault:
+    """This D takes nothing new."""
+    return Fault(Reason.DRAINING, "this decode instance drains and takes nothing new")
+
+
 def check_ref(ref: types_pb2.TransferRef, here: types_pb2.Instance, any_epoch: bool) -> None:
     """Fault when a ref is malformed or means another incarnation of this D."""
     wrong = ref_errors(ref)

@@ -5,11 +5,17 @@ from __future__ import annotations
 from collections.abc import Collection
 
 from pd_grpc.decode.actions import Emit, FinishGenerate, Refuse
-from pd_grpc.decode.checks import Limits, check_generate, check_handoff, legs_differ, unlike
+from pd_grpc.decode.checks import (
+    Limits,
+    check_generate,
+    check_handoff,
+    draining,
+    legs_differ,
+    unlike,
+)
 from pd_grpc.decode.events import GenerateCalled, GenerateCallEnded
 from pd_grpc.decode.handoff import HandOff
 from pd_grpc.decode.ledger import Ledger
-from pd_grpc.decode.prefill_desk import draining
 from pd_grpc.decode.reservations import QueueFull
 from pd_grpc.decode.states import DecodeState
 from pd_grpc.decode.transfer import ClientLeg, Ended, Transfer, usage_of

@@ -1,8 +1,8 @@
 """What D is: a machine that takes events and a time, and returns actions.
 
-It holds no socket, no thread and no clock. The rules live with whom they concern: `prefill_desk`
-toward P, `client_desk` toward clients, `engine_desk` toward the engine, `handoff` where the three
-meet, `ledger` for what all of them share.
+It holds no socket, no thread and no clock. The rules live with whom they concern: `session_desk`
+and `prefill_desk` toward P, `client_desk` toward clients, `engine_desk` toward the engine,
+`handoff` where the three meet, `ledger` for what all of them share.
 """
 
 from __future__ import annotations
@@ -14,12 +14,13 @@ from typing import Any
 from pd_grpc.blocks.pool import BlockPool
 from pd_grpc.decode import events as ev
 from pd_grpc.decode.actions import Action, Drained, SessionSend
-from pd_grpc.decode.checks import limits_of
+from pd_grpc.decode.checks import draining, limits_of
 from pd_grpc.decode.client_desk import ClientDesk
 from pd_grpc.decode.engine_desk import STEP_TIMER, EngineDesk
 from pd_grpc.decode.handoff import HandOff
 from pd_grpc.decode.ledger import RECEIVER, Ledger
-from pd_grpc.decode.prefill_desk import PrefillDesk, draining
+from pd_grpc.decode.prefill_desk import PrefillDesk
+from pd_grpc.decode.session_desk import SessionDesk
 from pd_grpc.decode.sessions import Offer, Sessions
 from pd_grpc.decode.states import STAGES, DecodeState
 from pd_grpc.decode.transfer import Transfer
@@ -65,6 +66,7 @@ class DecodeMachine:
         )
         self.ledger = Ledger(config, pool, Sessions(offer), mint, offer.instance.epoch)
         self._handoff = HandOff(self.ledger)
+        self._sessions = SessionDesk(self.ledger)
         self._prefill = PrefillDesk(self.ledger, self._handoff, limits, list(offer.shards))
         self._client = ClientDesk(
             self.ledger, self._handoff, limits, model.eos_token_ids, model.tokenizer
@@ -72,10 +74,10 @@ class DecodeMachine:
         self._engine = EngineDesk(self.ledger, self._handoff)
         self._drained = False
         self._rules: Mapping[type, Callable[[Any], None]] = {
-            ev.HelloReceived: self._prefill.hello,
-            ev.HeartbeatReceived: self._prefill.heartbeat,
-            ev.GoodbyeReceived: self._prefill.goodbye,
-            ev.SessionStreamEnded: self._prefill.stream_ended,
+            ev.HelloReceived: self._sessions.hello,
+            ev.HeartbeatReceived: self._sessions.heartbeat,
+            ev.GoodbyeReceived: self._sessions.goodbye,
+            ev.SessionStreamEnded: self._sessions.stream_ended,
             ev.AllocateCalled: self._prefill.allocate,
             ev.AllocateCallEnded: self._prefill.allocate_call_ended,
             ev.FirstTokenCalled: self._prefill.first_token,
@@ -144,9 +146,9 @@ class DecodeMachine:
         elif (name, what) == DRAIN_TIMER:
             self._drain_is_over()
         elif what == "silent":
-            self._prefill.silent(int(name))
+            self._sessions.silent(int(name))
         elif what == "grace":
-            self._prefill.session_over(name)
+            self._sessions.session_over(name)
         elif (transfer := ledger.transfers.get(name)) is not None:
             self._fire_for(transfer, what)
 

@@ -1,0 +1,141 @@
+"""D's rules toward P as a whole: sessions, heartbeats, and what a lost P takes with it."""
+
+from __future__ import annotations
+
+from pd_grpc.decode.actions import SessionEnd, SessionSend
+from pd_grpc.decode.checks import draining
+from pd_grpc.decode.events import (
+    GoodbyeReceived,
+    HeartbeatReceived,
+    HelloReceived,
+    SessionStreamEnded,
+)
+from pd_grpc.decode.ledger import Ledger
+from pd_grpc.decode.sessions import Session
+from pd_grpc.decode.states import DecodeState
+from pd_grpc.decode.transfer import Owner, Transfer
+from pd_grpc.protocol.faults import Fault, Reason
+from pd_grpc.v1 import decode_pb2
+
+
+class SessionDesk:
+    """Knows which P lives."""
+
+    def __init__(self, ledger: Ledger) -> None:
+        self._ledger = ledger
+
+    def hello(self, event: HelloReceived) -> None:
+        """Take a P in, or end its stream with what is wrong."""
+        ledger = self._ledger
+        if ledger.draining:
+            ledger.act(SessionEnd(event.stream, draining()))
+            return
+        try:
+            joined = ledger.sessions.join(event.stream, event.hello, ledger.mint("s"))
+        except Fault as fault:
+            ledger.act(SessionEnd(event.stream, fault))
+            return
+        for old in (joined.replaced, joined.outlived):
+            if old is not None and old.stream is not None:
+                self._quiet(old.stream)
+                text = "a newer session of this prefill took over"
+                ledger.act(SessionEnd(old.stream, Fault(Reason.SUPERSEDED, text)))
+        if joined.outlived is not None:
+            self._lose(joined.outlived.owner, "its process was replaced by a newer one")
+        for transfer in self._owned_by(joined.session.owner):
+            ledger.leases.renew(transfer.grant_id, ledger.now)
+        self._expect_heartbeat(event.stream)
+        welcome = decode_pb2.SessionResponse(welcome=joined.welcome)
+        ledger.act(SessionSend(event.stream, welcome))
+
+    def heartbeat(self, event: HeartbeatReceived) -> None:
+        """Renew the listed grants alone, and name those that are unknown."""
+        ledger = self._ledger
+        session = ledger.sessions.of_stream(event.stream)
+        if session is None:
+            ledger.late()
+            return
+        self._expect_heartbeat(event.stream)
+        unknown = [g for g in event.heartbeat.grant_ids if not self._renew(session, g)]
+        ack = decode_pb2.HeartbeatAck(sequence=event.heartbeat.sequence, unknown_grant_ids=unknown)
+        ledger.act(SessionSend(event.stream, decode_pb2.SessionResponse(heartbeat_ack=ack)))
+        ledger.act(SessionSend(event.stream, decode_pb2.SessionResponse(load=self._load())))
+
+    def goodbye(self, event: GoodbyeReceived) -> None:
+        """A P that leaves on purpose takes its transfers with it."""
+        session = self._ledger.sessions.of_stream(event.stream)
+        if session is None:
+            self._ledger.late()
+            return
+        self._quiet(event.stream)
+        self._ledger.sessions.forget(session)
+        self._lose(session.owner, "it said goodbye")
+        self._ledger.act(SessionEnd(event.stream, None))
+
+    def stream_ended(self, event: SessionStreamEnded) -> None:
+        """A broken session's grants live on for the grace period."""
+        session = self._ledger.sessions.of_stream(event.stream)
+        if session is None:
+            return
+        self._quiet(event.stream)
+        self._broken(session)
+
+    def silent(self, stream: int) -> None:
+        """No heartbeat came for two periods: as good as broken."""
+        session = self._ledger.sessions.of_stream(stream)
+        if session is None:
+            return
+        self._broken(session)
+        text = f"no heartbeat for {2 * self._ledger.config.heartbeat_s:g} s"
+        self._ledger.act(SessionEnd(stream, Fault(Reason.LEASE_EXPIRED, text)))
+
+    def session_over(self, session_id: str) -> None:
+        """The grace period of a broken session has passed."""
+        try:
+            session = self._ledger.sessions.of_call(session_id)
+        except Fault:
+            return
+        if session.stream is None:
+            self._ledger.sessions.forget(session)
+            self._lose(session.owner, "its session broke and did not come back")
+
+    def _expect_heartbeat(self, stream: int) -> None:
+        at = self._ledger.now + 2 * self._ledger.config.heartbeat_s
+        self._ledger.timers.set((str(stream), "silent"), at)
+
+    def _quiet(self, stream: int) -> None:
+        self._ledger.timers.cancel((str(stream), "silent"))
+
+    def _broken(self, session: Session) -> None:
+        ledger = self._ledger
+        ledger.sessions.broke(session)
+        at = ledger.now + ledger.config.grace_s
+        ledger.timers.set((session.session_id, "grace"), at)
+
+    def _renew(self, session: Session, grant_id: str) -> bool:
+        transfer = self._ledger.transfers.get(grant_id)
+        if transfer is None or transfer.owner != session.owner:
+            return False
+        # After hand-off the grant is D's own: known, and nothing to renew.
+        return transfer.handed_off or self._ledger.leases.renew(grant_id, self._ledger.now)
+
+    def _owned_by(self, owner: Owner) -> list[Transfer]:
+        return [t for t in self._ledger.transfers.values() if t.owner == owner]
+
+    def _lose(self, owner: Owner, why: str) -> None:
+        fault = Fault(Reason.PREFILL_LOST, f"prefill {owner.name} is gone: {why}")
+        for transfer in self._owned_by(owner):
+            if not transfer.handed_off:
+                self._ledger.end(transfer, DecodeState.FAILED, fault)
+
+    def _load(self) -> decode_pb2.Load:
+        ledger = self._ledger
+        waiting = [t for t in ledger.transfers.values() if t.state is DecodeState.WAITING]
+        tokens = sum(t.prefill.request.prompt_tokens for t in waiting if t.prefill is not None)
+        return decode_pb2.Load(
+            free_blocks=ledger.pool.free,
+            total_blocks=ledger.pool.total,
+            queued_tokens=tokens,
+            queued_requests=len(waiting),
+            decoding_requests=ledger.scheduler.running,
+        )
