@@ -1,0 +1,134 @@
+"""From a grant to the first token: steps of the engine, one at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import count
+
+from pd_grpc.blocks.pool import BlockPool, BlockState
+from pd_grpc.engine.base import Sampled
+from pd_grpc.prefill.actions import EngineAlive, EngineStuck, RunStep
+from pd_grpc.prefill.conversations import Fail
+from pd_grpc.prefill.requests import Requests, Timer
+from pd_grpc.prefill.scheduler import Plan, PrefillScheduler
+from pd_grpc.prefill.states import PrefillRecord, PrefillState
+from pd_grpc.protocol.config import PrefillConfig
+from pd_grpc.protocol.faults import Fault, Reason
+from pd_grpc.protocol.layout import KvLayout
+from pd_grpc.v1 import prefill_pb2
+
+_STUCK = Timer("engine")
+
+
+class Compute:
+    """Feeds the engine with chunks of the requests that are prepared."""
+
+    def __init__(
+        self,
+        requests: Requests,
+        config: PrefillConfig,
+        pool: BlockPool,
+        layout: KvLayout,
+        fail: Fail,
+        starting: Callable[[PrefillRecord, float], None],
+        computed: Callable[[PrefillRecord, Sampled, float], None],
+    ) -> None:
+        """`starting` hears of a request that has its blocks, before its first step; `computed`
+        takes it over with its first token."""
+        self.stuck: Fault | None = None
+        """Set while a step lasts longer than `no_progress_s`."""
+        self._requests = requests
+        self._config = config
+        self._fail = fail
+        self._starting = starting
+        self._computed = computed
+        self._scheduler = PrefillScheduler(pool, layout, config.prefill_batch, config.chunk_tokens)
+        self._steps = count(1)
+        self._step = 0
+        self._plan: Plan | None = None
+
+    @property
+    def busy(self) -> bool:
+        """Whether a step is under way."""
+        return self._plan is not None
+
+    def ready(self, record: PrefillRecord) -> None:
+        """A request is prepared."""
+        self._scheduler.add(record)
+
+    def forget(self, record: PrefillRecord) -> None:
+        """A request has ended. Its part of the step that runs is computed to the end."""
+        self._scheduler.remove(record)
+
+    def pump(self, now: float) -> bool:
+        """Start the next step if the engine is free; whether it was."""
+        if self._plan is not None or (plan := self._scheduler.plan()) is None:
+            return False
+        for record in plan.admitted:
+            record.times.compute = now
+            self._requests.move(record, PrefillState.COMPUTING, now)
+            self._starting(record, now)
+        for record in plan.records:
+            record.in_step = True
+        self._plan = plan
+        self._step = next(self._steps)
+        self._requests.timers.set(_STUCK, now + self._config.no_progress_s)
+        keys = tuple(record.key for record in plan.records)
+        self._requests.do(RunStep(self._step, keys, plan.chunks))
+        return True
+
+    def done(self, step: int, results: Sequence[Sampled | None], now: float) -> None:
+        """The step has been computed."""
+        plan = self._finish(step)
+        if plan is None:
+            return
+        for record, chunk, sampled in zip(plan.records, plan.chunks, results, strict=True):
+            if record.state.terminal:
+                self._requests.return_blocks(record)
+                continue
+            record.computed = chunk.start + len(chunk.token_ids)
+            progress = prefill_pb2.Progress(computed_tokens=record.computed)
+            self._requests.emit(record, prefill_pb2.PrefillResponse(progress=progress))
+            if sampled is not None:
+                self._scheduler.remove(record)
+                assert record.holding is not None
+                record.holding.move(BlockState.SENDING)
+                self._computed(record, sampled, now)
+
+    def failed(self, step: int, message: str, now: float) -> None:
+        """The engine could not run the step. A request that failed in company is tried alone."""
+        plan = self._finish(step)
+        if plan is None:
+            return
+        alive = tuple(record for record in plan.records if not record.state.terminal)
+        for record in plan.records:
+            if record.state.terminal:
+                self._requests.return_blocks(record)
+        if len(plan.records) > 1:
+            self._scheduler.suspect(alive)
+            return
+        for record in alive:
+            self._fail(record, Fault(Reason.ENGINE_ERROR, message), now, True)
+
+    def stick(self, now: float) -> None:
+        """The step lasts too long: fail what needs the engine, and take nothing until it ends."""
+        limit = f"{self._config.no_progress_s:g} s"
+        fault = Fault(Reason.ENGINE_STUCK, f"the engine has not finished a step within {limit}")
+        self.stuck = fault
+        self._requests.do(EngineStuck(fault))
+        for record in list(self._requests.in_flight.values()):
+            if record.state is not PrefillState.SENDING:
+                self._fail(record, fault, now, True)
+
+    def _finish(self, step: int) -> Plan | None:
+        if self._plan is None or step != self._step:
+            self._requests.late_events += 1
+            return None
+        plan, self._plan = self._plan, None
+        for record in plan.records:
+            record.in_step = False
+        self._requests.timers.cancel(_STUCK)
+        if self.stuck is not None:
+            self.stuck = None
+            self._requests.do(EngineAlive())
+        return plan

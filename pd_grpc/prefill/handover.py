@@ -1,0 +1,285 @@
+"""From the first chunk to the hand-off: KV streams to D's shards, the first token, and the moment
+D has both."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from pd_grpc.engine.base import Sampled, Tokenizer
+from pd_grpc.engine.stopping import Finish, StopRule
+from pd_grpc.prefill.actions import CloseTransfer, OpenTransfer, SendFirstToken
+from pd_grpc.prefill.conversations import Conversations, Fail
+from pd_grpc.prefill.decode_faults import as_fault, end_state_fault
+from pd_grpc.prefill.events import AnyFault, FirstTokenAnswered, KvAcked, TransferBroken
+from pd_grpc.prefill.grants import send_plan
+from pd_grpc.prefill.requests import Requests, Timer
+from pd_grpc.prefill.states import PrefillRecord, PrefillState, Stream
+from pd_grpc.prefill.validation import ModelLimits
+from pd_grpc.protocol.config import PrefillConfig
+from pd_grpc.protocol.faults import Fault, Reason, stage_deadline
+from pd_grpc.protocol.refs import TransferKey
+from pd_grpc.v1 import decode_pb2, transfer_pb2, types_pb2
+
+FIRST_TOKEN_TRIES = 2
+
+_GONE = frozenset(
+    {
+        types_pb2.TRANSFER_STATE_FAILED,
+        types_pb2.TRANSFER_STATE_RELEASED,
+        types_pb2.TRANSFER_STATE_EXPIRED,
+    }
+)
+_FINISH = {
+    Finish.STOP: types_pb2.FINISH_REASON_STOP,
+    Finish.LENGTH: types_pb2.FINISH_REASON_LENGTH,
+}
+
+
+class Handover:
+    """Sends what is computed, and says when D has it."""
+
+    def __init__(
+        self,
+        requests: Requests,
+        config: PrefillConfig,
+        limits: ModelLimits,
+        tokenizer: Tokenizer,
+        conversations: Conversations,
+        fail: Fail,
+        handed_off: Callable[[PrefillRecord, float], None],
+    ) -> None:
+        """`handed_off` ends a request that D owns now."""
+        self._requests = requests
+        self._config = config
+        self._limits = limits
+        self._tokenizer = tokenizer
+        self._conversations = conversations
+        self._fail = fail
+        self._handed_off = handed_off
+
+    # --- KV ------------------------------------------------------------------------------------
+
+    def starting(self, record: PrefillRecord, now: float) -> None:
+        """A request has its blocks: open a stream to every shard, before anything is computed."""
+        assert record.grant is not None
+        if record.kv_needed:
+            for shard in range(len(record.grant.shards)):
+                self._open(record, shard, now)
+
+    def acked(self, event: KvAcked, now: float) -> None:
+        """A shard has acknowledged KV."""
+        record = self._requests.in_flight.get(event.key)
+        if record is None:
+            self._requests.late_events += 1
+            return
+        record.times.kv_acked = now
+        record.acked_bytes[event.shard] = event.acked_bytes
+        self._requests.timers.cancel(Timer("kv", record.key))
+
+    def completed(self, key: TransferKey, shard: int, now: float) -> None:
+        """A shard has everything."""
+        record = self._ended(key, shard, Stream.COMPLETED)
+        if record is not None:
+            record.times.kv_acked = now
+            self._requests.timers.cancel(Timer("kv", record.key))
+            self._try_hand_off(record, now)
+
+    def closed(self, key: TransferKey, shard: int) -> None:
+        """The bulk side has let go of a transfer."""
+        self._ended(key, shard, Stream.CLOSED)
+
+    def broken(self, event: TransferBroken, now: float) -> None:
+        """A stream has ended too early. D's own word is final; without one it is opened again."""
+        record = self._requests.get(event.key)
+        if record is None or record.streams.get(event.shard) is not Stream.OPEN:
+            self._requests.late_events += 1
+            return
+        record.streams[event.shard] = Stream.BROKEN
+        fault = event.fault
+        if isinstance(fault, Fault) or not fault.peer_lost:
+            self._fail(record, _of_transfer(fault, record), now, True)
+            return
+        timers = self._requests.timers
+        timers.set(Timer("reopen", record.key, event.shard), now + self._config.reconnect_min_s)
+        if timers.at(Timer("kv", record.key)) is None:
+            timers.set(Timer("kv", record.key), now + self._config.kv_progress_s)
+
+    def reopen(self, key: TransferKey, shard: int, now: float) -> None:
+        """The back-off of a broken stream is over. Without a session it waits for the next one."""
+        record = self._requests.in_flight.get(key)
+        if record is None or record.grant is None:
+            return
+        if record.streams.get(shard) is Stream.BROKEN and self._reachable(record):
+            self._open(record, shard, now)
+
+    def no_progress(self, key: TransferKey, now: float) -> None:
+        """A broken stream has not come back in time."""
+        record = self._requests.in_flight.get(key)
+        if record is not None:
+            self._fail(record, stage_deadline("transfer"), now, True)
+
+    def session_up(self, record: PrefillRecord, now: float) -> None:
+        """D can be reached again: go on with what waited for that."""
+        for shard, stream in record.streams.items():
+            waiting = self._requests.timers.at(Timer("reopen", record.key, shard)) is None
+            if stream is Stream.BROKEN and waiting:
+                self._open(record, shard, now)
+        undelivered = record.first_token is not None and not record.first_token_delivered
+        if undelivered and not record.first_token_in_flight:
+            self._send_first_token(record, now)
+
+    def forget(self, record: PrefillRecord) -> None:
+        """A request has ended: send nothing more for it."""
+        for shard, stream in record.streams.items():
+            if stream in (Stream.OPEN, Stream.BROKEN):
+                record.streams[shard] = Stream.CLOSING
+                self._requests.do(CloseTransfer(record.key, shard))
+
+    def _open(self, record: PrefillRecord, shard: int, now: float) -> None:
+        grant = record.grant
+        assert grant is not None
+        session = self._conversations[grant.endpoint]
+        message = transfer_pb2.TransferOpen(
+            session_id=session.session_id,
+            ref=_ref(record),
+            grant_id=grant.grant_id,
+            transport=grant.transport,
+            shard_index=shard,
+        )
+        plan = send_plan(grant, shard, record, self._limits.layout)
+        record.streams[shard] = Stream.OPEN
+        self._requests.do(
+            OpenTransfer(
+                record.key,
+                shard,
+                grant.shards[shard].endpoint,
+                message,
+                plan,
+                self._config.kv_progress_s,
+                record.left(now),
+            )
+        )
+
+    def _ended(self, key: TransferKey, shard: int, end: Stream) -> PrefillRecord | None:
+        """Note a stream's end; the record if it is still in flight."""
+        record = self._requests.get(key)
+        if record is None or not record.streams.get(shard, Stream.CLOSED).uses_blocks:
+            self._requests.late_events += 1
+            return None
+        record.streams[shard] = end
+        if record.state.terminal:
+            self._requests.return_blocks(record)
+            return None
+        return record
+
+    # --- the first token -----------------------------------------------------------------------
+
+    def computed(self, record: PrefillRecord, sampled: Sampled, now: float) -> None:
+        """The first token is known: hand it over while the last KV is on its way."""
+        record.first_token = sampled
+        record.times.first_token = now
+        record.finish = self._stop_rule(record).push(sampled.token_id)
+        self._requests.move(record, PrefillState.SENDING, now)
+        self._send_first_token(record, now)
+        if record.finish is not None:
+            self.forget(record)
+
+    def first_token_answered(self, event: FirstTokenAnswered, now: float) -> None:
+        """SendFirstToken has ended."""
+        record = self._requests.in_flight.get(event.key)
+        if record is None or event.attempt != record.first_token_tries:
+            self._requests.late_events += 1
+            return
+        record.first_token_in_flight = False
+        if event.state is not None:
+            self._delivered(record, event.state, now)
+            return
+        assert event.fault is not None
+        fault = as_fault(event.fault, record.target.endpoint, "first_token")
+        again = fault.reason in (Reason.DECODE_LOST, Reason.NO_SESSION)
+        if not again or record.first_token_tries >= FIRST_TOKEN_TRIES:
+            self._fail(record, fault, now, True)
+        elif self._reachable(record):
+            self._send_first_token(record, now)
+
+    def _delivered(self, record: PrefillRecord, state: types_pb2.TransferState, now: float) -> None:
+        if state in _GONE:
+            self._fail(record, end_state_fault(state), now, False)
+            return
+        record.first_token_delivered = True
+        record.times.first_token_answered = now
+        if state == types_pb2.TRANSFER_STATE_FINISHED:
+            # It was answered to the end, so no KV is missing whose acknowledgement is on its way.
+            self._handed_off(record, now)
+        else:
+            self._try_hand_off(record, now)
+
+    def _try_hand_off(self, record: PrefillRecord, now: float) -> None:
+        shards_done = all(stream is Stream.COMPLETED for stream in record.streams.values())
+        if record.first_token_delivered and (record.finish is not None or shards_done):
+            self._handed_off(record, now)
+
+    def _send_first_token(self, record: PrefillRecord, now: float) -> None:
+        assert record.grant is not None and record.first_token is not None
+        session = self._conversations[record.grant.endpoint]
+        request = decode_pb2.SendFirstTokenRequest(
+            session_id=session.session_id,
+            ref=_ref(record),
+            grant_id=record.grant.grant_id,
+            tokens=[_first_token(record)],
+            computed_tokens=record.computed,
+        )
+        record.first_token_tries += 1
+        record.first_token_in_flight = True
+        timeout_s = min(self._config.call_s, record.left(now))
+        self._requests.do(
+            SendFirstToken(
+                record.key, record.first_token_tries, record.grant.endpoint, request, timeout_s
+            )
+        )
+
+    def _stop_rule(self, record: PrefillRecord) -> StopRule:
+        # The model's own limit ends an answer as max_tokens does.
+        room = self._limits.max_model_len - len(record.request.token_ids)
+        sampling = replace(record.sampling, max_tokens=min(record.sampling.max_tokens, room))
+        generated = record.request.generated_token_ids
+        return StopRule(sampling, self._limits.eos_token_ids, self._tokenizer, generated)
+
+    def _reachable(self, record: PrefillRecord) -> bool:
+        return record.grant is not None and self._conversations.is_open(record.grant.endpoint)
+
+
+def _ref(record: PrefillRecord) -> types_pb2.TransferRef:
+    assert record.grant is not None
+    return types_pb2.TransferRef(
+        transfer_id=record.key.transfer_id,
+        attempt=record.key.attempt,
+        decode_epoch=record.grant.decode.epoch,
+    )
+
+
+def _first_token(record: PrefillRecord) -> decode_pb2.FirstToken:
+    sampled = record.first_token
+    assert sampled is not None
+    token = decode_pb2.FirstToken(
+        token_id=sampled.token_id,
+        finish_reason=types_pb2.FINISH_REASON_UNSPECIFIED
+        if record.finish is None
+        else _FINISH[record.finish],
+    )
+    if record.sampling.logprobs is not None:
+        chosen = types_pb2.TokenLogprob(token_id=sampled.token_id, logprob=sampled.logprob)
+        top = [types_pb2.TokenLogprob(token_id=t.token_id, logprob=t.logprob) for t in sampled.top]
+        token.logprobs.CopyFrom(types_pb2.PositionLogprobs(chosen=chosen, top=top))
+    return token
+
+
+def _of_transfer(fault: AnyFault, record: PrefillRecord) -> Fault:
+    """What a Transfer's end means for the request."""
+    assert record.grant is not None
+    own = as_fault(fault, record.grant.endpoint, "transfer")
+    if own.reason is Reason.BAD_REQUEST:
+        # A range that D finds wrong is P's mistake, and none of the client's.
+        return Fault(Reason.WRONG_STATE, f"the decode instance refused the KV: {own.message}")
+    return own

@@ -1,0 +1,297 @@
+"""P as a machine: events and a time in, actions out. No socket, no thread, no clock, no torch."""
+
+from __future__ import annotations
+
+from pd_grpc.blocks.pool import BlockPool
+from pd_grpc.engine.base import Sampled, Tokenizer
+from pd_grpc.prefill import events as ev
+from pd_grpc.prefill.actions import Action, Drained, FailCall, FinishCall
+from pd_grpc.prefill.compute import Compute
+from pd_grpc.prefill.handover import Handover
+from pd_grpc.prefill.placement import Placement
+from pd_grpc.prefill.requests import Requests, Timer
+from pd_grpc.prefill.states import PrefillRecord, PrefillState, Times
+from pd_grpc.prefill.validation import ModelLimits, check_prefill
+from pd_grpc.prefill.view import describe, handed_off, stage_of
+from pd_grpc.protocol.config import PrefillConfig
+from pd_grpc.protocol.faults import Fault, Quota, Reason, stage_deadline
+from pd_grpc.protocol.refs import TransferKey, key_of
+from pd_grpc.protocol.sampling import Sampling
+from pd_grpc.v1 import admin_pb2, prefill_pb2, types_pb2
+
+_DRAIN = Timer("drain")
+
+
+class PrefillMachine:
+    """All of P's requests, from the call to the hand-off.
+
+    A request passes from part to part: `placement` finds a D that grants blocks, `compute` takes it
+    through the engine, `handover` sees its KV and first token to D. Whatever goes wrong in any of
+    them ends it here, once.
+    """
+
+    def __init__(
+        self,
+        config: PrefillConfig,
+        instance: types_pb2.Instance,
+        limits: ModelLimits,
+        pool: BlockPool,
+        tokenizer: Tokenizer,
+    ) -> None:
+        self.instance = instance
+        self.pool = pool
+        self.requests = Requests(config)
+        self.draining = False
+        self._drained = False
+        self._config = config
+        self._limits = limits
+        self.placement = Placement(
+            self.requests,
+            config,
+            instance,
+            limits,
+            fail=self._fail,
+            granted=lambda record: self.compute.ready(record),
+            session_up=lambda record, now: self.handover.session_up(record, now),
+        )
+        self.conversations = self.placement.conversations
+        self.handover = Handover(
+            self.requests,
+            config,
+            limits,
+            tokenizer,
+            self.conversations,
+            fail=self._fail,
+            handed_off=self._hand_off,
+        )
+        self.compute = Compute(
+            self.requests,
+            config,
+            pool,
+            limits.layout,
+            fail=self._fail,
+            starting=self.handover.starting,
+            computed=self._computed,
+        )
+
+    # --- what the shells call ------------------------------------------------------------------
+
+    def handle(self, event: ev.Event, now: float) -> list[Action]:
+        """Let something happen, and return what must be done about it."""
+        self._dispatch(event, now)
+        return self._settle(now)
+
+    def tick(self, now: float) -> list[Action]:
+        """Do what is due."""
+        for timer in self.requests.timers.pop_due(now):
+            self._fire(timer, now)
+        self.conversations.tick(now)
+        return self._settle(now)
+
+    def next_wake(self) -> float | None:
+        """When `tick` must be called next."""
+        wakes = (self.requests.timers.next(), self.conversations.next_wake())
+        return min((at for at in wakes if at is not None), default=None)
+
+    def leave(self, now: float) -> list[Action]:
+        """Say goodbye to every D; for a server that stops."""
+        self.conversations.leave("prefill instance stops", now)
+        return self._settle(now)
+
+    def transfers(self, now: float) -> list[admin_pb2.TransferInfo]:
+        """What is in flight, oldest first."""
+        flying = self.requests.in_flight.values()
+        return [describe(record, now, self.requests.next_timer(record)) for record in flying]
+
+    def transfer(self, transfer_id: str, attempt: int, now: float) -> admin_pb2.TransferInfo | None:
+        """One transfer, ended ones while they are remembered; attempt 0 is the newest."""
+        key = TransferKey(transfer_id, attempt or self.requests.newest(transfer_id, now))
+        record = self.requests.in_flight.get(key)
+        if record is not None:
+            return describe(record, now, self.requests.next_timer(record))
+        return self.requests.tombstone(key, now)
+
+    # --- events --------------------------------------------------------------------------------
+
+    def _dispatch(self, event: ev.Event, now: float) -> None:
+        if isinstance(event, ev.PrefillCalled):
+            self._called(event, now)
+        elif isinstance(event, ev.PrefillCallEnded):
+            self._call_ended(event.call, now)
+        elif isinstance(event, ev.SessionMessage):
+            self.conversations.message(event, now)
+        elif isinstance(event, ev.SessionBroken):
+            self.conversations.broken(event, now)
+        elif isinstance(event, ev.AllocateAnswered):
+            self.placement.answered(event, now)
+        elif isinstance(event, ev.StepDone):
+            self.compute.done(event.step, event.results, now)
+        elif isinstance(event, ev.StepFailed):
+            self.compute.failed(event.step, event.message, now)
+        elif isinstance(event, ev.KvAcked):
+            self.handover.acked(event, now)
+        elif isinstance(event, ev.TransferCompleted):
+            self.handover.completed(event.key, event.shard, now)
+        elif isinstance(event, ev.TransferBroken):
+            self.handover.broken(event, now)
+        elif isinstance(event, ev.TransferClosed):
+            self.handover.closed(event.key, event.shard)
+        elif isinstance(event, ev.FirstTokenAnswered):
+            self.handover.first_token_answered(event, now)
+        elif isinstance(event, ev.OperatorRelease):
+            self._operator_release(event, now)
+        else:
+            self._drain(event.deadline_s, now)
+
+    def _fire(self, timer: Timer, now: float) -> None:
+        if timer.key is None:
+            if timer == _DRAIN:
+                self._end_drain(now)
+            else:
+                self.compute.stick(now)
+        elif timer.kind == "budget":
+            record = self.requests.in_flight.get(timer.key)
+            if record is not None:
+                self._fail(record, stage_deadline(stage_of(record)), now, True)
+        elif timer.kind == "kv":
+            self.handover.no_progress(timer.key, now)
+        else:
+            self.handover.reopen(timer.key, timer.shard, now)
+
+    def _settle(self, now: float) -> list[Action]:
+        """Let whoever can go on do so, and hand out what has come together."""
+        if self.conversations.superseded is not None and not self.draining:
+            self._drain(self._config.drain_s, now)
+        while self.placement.pump(now) or self.compute.pump(now):
+            pass
+        if self.draining and not self._drained and not self.requests.in_flight:
+            self._drained = True
+            self.requests.timers.cancel(_DRAIN)
+            self.requests.do(Drained())
+        actions, self.requests.outbox = self.requests.outbox, []
+        return actions
+
+    # --- a request comes -----------------------------------------------------------------------
+
+    def _called(self, event: ev.PrefillCalled, now: float) -> None:
+        try:
+            sampling = check_prefill(event.request, self.instance.name, self._limits)
+            self._admit(event.request, now)
+        except Fault as fault:
+            self.requests.do(FailCall(event.call, fault))
+            return
+        record = _record(event, sampling, now)
+        self.requests.add(record, now)
+        ahead = self.placement.place(record, now)
+        queued = prefill_pb2.Queued(ahead=ahead)
+        self.requests.emit(record, prefill_pb2.PrefillResponse(queued=queued))
+
+    def _admit(self, request: prefill_pb2.PrefillRequest, now: float) -> None:
+        """Fault when a well-formed request cannot be taken now. A newer attempt ends an older."""
+        if self.draining:
+            raise Fault(Reason.DRAINING, f"prefill instance {self.instance.name} is draining")
+        if self.compute.stuck is not None:
+            raise self.compute.stuck
+        key = key_of(request.ref)
+        newest = self.requests.newest(key.transfer_id, now)
+        if key.attempt < newest:
+            raise Fault(
+                Reason.STALE_ATTEMPT,
+                f"attempt {key.attempt} of {key.transfer_id} came after attempt {newest}",
+                {"attempt": str(key.attempt), "newest": str(newest)},
+            )
+        if key in self.requests.in_flight:
+            raise Fault(Reason.DUPLICATE_TRANSFER, f"{key} is in flight here")
+        if self.requests.tombstone(key, now) is not None or self.requests.get(key) is not None:
+            raise Fault(Reason.RELEASED, f"{key} has ended here; a new attempt has a new number")
+        older = self.requests.in_flight.get(TransferKey(key.transfer_id, newest))
+        if older is not None:
+            self._supersede(older, key, now)
+        waiting = self.placement.pool.waiting_for(request.decodes[0].endpoint)
+        if waiting >= self._config.prefill_queue:
+            text = f"{waiting} requests wait for {request.decodes[0].endpoint} here"
+            raise Fault(Reason.QUEUE_FULL, text, quota=Quota(1, 0))
+
+    def _supersede(self, older: PrefillRecord, newer: TransferKey, now: float) -> None:
+        fault = Fault(
+            Reason.SUPERSEDED,
+            f"attempt {newer.attempt} of {newer.transfer_id} took the place of "
+            f"attempt {older.key.attempt}",
+            {"attempt": str(older.key.attempt), "newest": str(newer.attempt)},
+        )
+        self._fail(older, fault, now, True)
+
+    # --- a request ends ------------------------------------------------------------------------
+
+    def _computed(self, record: PrefillRecord, sampled: Sampled, now: float) -> None:
+        self.placement.computed(record)
+        self.handover.computed(record, sampled, now)
+
+    def _hand_off(self, record: PrefillRecord, now: float) -> None:
+        """D owns it now: no lease, session or Release of ours touches it any more."""
+        message = prefill_pb2.PrefillResponse(handed_off=handed_off(record))
+        self.requests.emit(record, message)
+        self._end(record, PrefillState.HANDED_OFF, None, False, now)
+        self.requests.do(FinishCall(record.call))
+
+    def _fail(self, record: PrefillRecord, fault: Fault, now: float, tell: bool) -> None:
+        """End a request by a fault; `tell` says whether D must hear of it."""
+        if record.state.terminal:
+            self.requests.late_events += 1
+            return
+        self._end(record, PrefillState.FAILED, fault, tell, now)
+        self.requests.do(FailCall(record.call, fault))
+
+    def _call_ended(self, call: int, now: float) -> None:
+        record = self.requests.of_call(call)
+        if record is not None:
+            fault = Fault(Reason.CLIENT_GONE, "the caller of Prefill left before the hand-off")
+            self._end(record, PrefillState.CANCELLED, fault, True, now)
+
+    def _end(
+        self,
+        record: PrefillRecord,
+        state: PrefillState,
+        fault: Fault | None,
+        tell: bool,
+        now: float,
+    ) -> None:
+        self.handover.forget(record)
+        self.placement.forget(record, fault if tell else None, now)
+        self.compute.forget(record)
+        self.requests.end(record, state, fault, now)
+
+    # --- the operator --------------------------------------------------------------------------
+
+    def _operator_release(self, event: ev.OperatorRelease, now: float) -> None:
+        attempt = event.attempt or self.requests.newest(event.transfer_id, now)
+        record = self.requests.in_flight.get(TransferKey(event.transfer_id, attempt))
+        if record is None:
+            self.requests.late_events += 1
+            return
+        said = f": {event.reason}" if event.reason else ""
+        self._fail(record, Fault(Reason.RELEASED, f"released by an operator{said}"), now, True)
+
+    def _drain(self, deadline_s: float, now: float) -> None:
+        self.draining = True
+        if not self._drained:
+            self.requests.timers.set(_DRAIN, now + deadline_s)
+
+    def _end_drain(self, now: float) -> None:
+        name = self.instance.name
+        fault = Fault(Reason.DRAINING, f"prefill instance {name} did not finish it while draining")
+        for record in list(self.requests.in_flight.values()):
+            self._fail(record, fault, now, True)
+
+
+def _record(event: ev.PrefillCalled, sampling: Sampling, now: float) -> PrefillRecord:
+    request = event.request
+    return PrefillRecord(
+        key=key_of(request.ref),
+        call=event.call,
+        request=request,
+        sampling=sampling,
+        tokens=(*request.token_ids, *request.generated_token_ids),
+        deadline=now + max(0.0, event.budget_s),
+        times=Times(now),
+    )

@@ -1,0 +1,242 @@
+"""From a request to a grant: its turn to ask, the Allocate, and the way to an alternate D."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from pd_grpc.prefill.actions import CancelAllocate, SendAllocate, SendRelease
+from pd_grpc.prefill.conversations import Conversations, Fail
+from pd_grpc.prefill.decode_faults import another_may_do, as_fault
+from pd_grpc.prefill.events import AllocateAnswered, AnyFault
+from pd_grpc.prefill.grants import grant_problem, read_grant
+from pd_grpc.prefill.prepare import PreparePool
+from pd_grpc.prefill.requests import Requests
+from pd_grpc.prefill.sessions import DecodeSession
+from pd_grpc.prefill.states import PrefillRecord, PrefillState
+from pd_grpc.prefill.validation import ModelLimits
+from pd_grpc.protocol.config import PrefillConfig
+from pd_grpc.protocol.faults import Fault, Reason
+from pd_grpc.protocol.messages import duration, prompt_digest
+from pd_grpc.protocol.refs import TransferKey
+from pd_grpc.v1 import decode_pb2, prefill_pb2, types_pb2
+
+
+class Placement:
+    """Finds a D for each request, and takes leave of it at the end."""
+
+    def __init__(
+        self,
+        requests: Requests,
+        config: PrefillConfig,
+        instance: types_pb2.Instance,
+        limits: ModelLimits,
+        fail: Fail,
+        granted: Callable[[PrefillRecord], None],
+        session_up: Callable[[PrefillRecord, float], None],
+    ) -> None:
+        """`granted` takes a request over; `session_up` hears of each that holds a grant when its
+        session is there again."""
+        ahead = config.prepare_ahead or 2 * config.prefill_batch
+        self.pool = PreparePool(config.prepare_window, config.prepare_total, ahead)
+        self.conversations = Conversations(requests, config, instance, limits, self, fail)
+        self._requests = requests
+        self._config = config
+        self._limits = limits
+        self._fail = fail
+        self._granted = granted
+        self._session_up = session_up
+
+    # --- a request comes, and goes -------------------------------------------------------------
+
+    def place(self, record: PrefillRecord, now: float) -> int:
+        """Let a request wait for the D it turns to; returns how many wait for that D already."""
+        ahead = self.pool.enqueue(record.target.endpoint, record.key)
+        self.conversations.bind(record, now)
+        return ahead
+
+    def forget(self, record: PrefillRecord, cause: Fault | None, now: float) -> None:
+        """A request has ended; D is told unless `cause` is None."""
+        if cause is not None and (record.asking or record.grant is not None):
+            self._release(record, cause)
+        self._withdraw(record, now)
+
+    def computed(self, record: PrefillRecord) -> None:
+        """A grant is no longer idle."""
+        self.pool.computed(record.key)
+
+    def pump(self, now: float) -> bool:
+        """Let those ask whose turn it is; whether there were any."""
+        started = self.pool.start(self.conversations.is_open)
+        for key in started:
+            record = self._requests.in_flight[key]
+            session = self.conversations[record.target.endpoint]
+            objection = _objection(record, session)
+            if objection is None:
+                self._ask(record, session, now)
+            else:
+                self.turn_away(record, objection, now)
+        return bool(started)
+
+    # --- Allocate ------------------------------------------------------------------------------
+
+    def answered(self, event: AllocateAnswered, now: float) -> None:
+        """An Allocate has ended."""
+        asked = event.asked
+        record = self._requests.in_flight.get(asked.key)
+        if record is None or not record.asking or record.ask != asked.ask:
+            self._requests.late_events += 1
+            if event.response is not None:
+                self._release_late(asked)
+        elif event.response is not None:
+            self._take(record, event.response, now)
+        elif event.fault is not None:
+            self._refused(record, event.fault, now)
+
+    def _ask(self, record: PrefillRecord, session: DecodeSession, now: float) -> None:
+        left = record.left(now)
+        generated = len(record.request.generated_token_ids)
+        request = decode_pb2.AllocateRequest(
+            session_id=session.session_id,
+            ref=_ref(record.key, session.instance.epoch),
+            prompt_tokens=len(record.tokens),
+            max_new_tokens=record.request.sampling.max_tokens - generated,
+            prompt_digest=prompt_digest(record.tokens),
+            sampling=record.request.sampling,
+            max_wait=duration(left),
+            budget=duration(left),
+            kv_needed=record.kv_needed,
+            scope=record.request.scope if record.request.HasField("scope") else None,
+            request_id=record.request.request_id,
+        )
+        record.ask += 1
+        record.asking = True
+        record.asked_session = session.session_id
+        record.times.allocate = now
+        if record.times.first_allocate is None:
+            record.times.first_allocate = now
+        self._requests.move(record, PrefillState.ALLOCATING, now)
+        timeout_s = left + self._config.allocate_margin_s
+        ask = SendAllocate(
+            record.key, record.ask, session.endpoint, session.link, request, timeout_s
+        )
+        self._requests.do(ask)
+
+    def _take(
+        self, record: PrefillRecord, response: decode_pb2.AllocateResponse, now: float
+    ) -> None:
+        session = self.conversations[record.target.endpoint]
+        grant = read_grant(session.endpoint, session.instance, response)
+        record.asking = False
+        record.grant = grant
+        problem = grant_problem(grant, record, self._limits.layout)
+        if problem is not None:
+            fault = Fault(Reason.WRONG_STATE, f"the grant of {session.endpoint} is void: {problem}")
+            self._fail(record, fault, now, True)
+            return
+        record.times.granted = now
+        session.grants[grant.grant_id] = record.key
+        self.pool.answered(record.key, granted=True)
+        self._requests.move(record, PrefillState.PREPARED, now)
+        self._granted(record)
+
+    def _refused(self, record: PrefillRecord, fault: AnyFault, now: float) -> None:
+        session = self.conversations[record.target.endpoint]
+        replaced = session.session_id != record.asked_session
+        if isinstance(fault, Fault) and fault.reason is Reason.NO_SESSION and replaced:
+            # The session was renewed while the call was under way: ask in the new one's name.
+            record.asking = False
+            self.pool.answered(record.key, granted=False)
+            self._requests.move(record, PrefillState.QUEUED, now)
+            self.pool.enqueue(session.endpoint, record.key)
+            return
+        self.turn_away(record, fault, now)
+
+    # --- another D, or none --------------------------------------------------------------------
+
+    def turn_away(self, record: PrefillRecord, fault: AnyFault, now: float) -> None:
+        """The D it turned to will not have the request: turn to the next one, or fail."""
+        own = as_fault(fault, record.target.endpoint, "prepare")
+        unanswered = record.asking and not isinstance(fault, Fault)
+        record.asking = False
+        more = record.choice + 1 < len(record.request.decodes) and record.left(now) > 0
+        if unanswered:
+            moved = Fault(Reason.RELEASED, f"prefill went on without the answer: {own.message}")
+            self._release(record, moved if more and another_may_do(fault) else own)
+        if not (more and another_may_do(fault)):
+            self._fail(record, own, now, False)
+            return
+        self._withdraw(record, now)
+        record.choice += 1
+        placing = prefill_pb2.Placing(decode=record.target)
+        self._requests.emit(record, prefill_pb2.PrefillResponse(placing=placing))
+        if record.state is PrefillState.ALLOCATING:
+            self._requests.move(record, PrefillState.QUEUED, now)
+        self.place(record, now)
+
+    def lose_ask(self, record: PrefillRecord, fault: Fault, now: float) -> None:
+        """An Allocate will not be answered by the D it was sent to."""
+        self._requests.do(CancelAllocate(record.key, record.ask))
+        self._release(record, fault)
+        record.asking = False
+        self.turn_away(record, fault, now)
+
+    def session_up(self, record: PrefillRecord, now: float) -> None:
+        """The D that has granted can be reached again."""
+        self._session_up(record, now)
+
+    # --- giving back ---------------------------------------------------------------------------
+
+    def _withdraw(self, record: PrefillRecord, now: float) -> None:
+        """End what binds a request to the D it turned to."""
+        if record.asking:
+            self._requests.do(CancelAllocate(record.key, record.ask))
+            record.asking = False
+        self.pool.withdraw(record.key)
+        self.conversations.unbind(record, now)
+
+    def _release(self, record: PrefillRecord, cause: Fault) -> None:
+        session = self.conversations.get(record.target.endpoint)
+        if session is not None:
+            decode = session.instance if record.grant is None else record.grant.decode
+            ref = _ref(record.key, decode.epoch)
+            self._do_release(record.key, session.endpoint, session.session_id, ref, cause)
+
+    def _release_late(self, asked: SendAllocate) -> None:
+        """A grant came for a request that has gone on without it."""
+        cause = Fault(Reason.RELEASED, "the grant came after the request had ended or moved on")
+        session_id, ref = asked.request.session_id, asked.request.ref
+        self._do_release(asked.key, asked.endpoint, session_id, ref, cause)
+
+    def _do_release(
+        self,
+        key: TransferKey,
+        endpoint: str,
+        session_id: str,
+        ref: types_pb2.TransferRef,
+        cause: Fault,
+    ) -> None:
+        # With inline D does the writing: what P has sent or not, no write of P's can come.
+        request = decode_pb2.ReleaseRequest(
+            session_id=session_id, ref=ref, cause=cause.status(), writes_stopped=True
+        )
+        self._requests.do(SendRelease(key, endpoint, request, self._config.call_s))
+
+
+def _ref(key: TransferKey, decode_epoch: int) -> types_pb2.TransferRef:
+    return types_pb2.TransferRef(
+        transfer_id=key.transfer_id, attempt=key.attempt, decode_epoch=decode_epoch
+    )
+
+
+def _objection(record: PrefillRecord, session: DecodeSession) -> Fault | None:
+    """Why this D need not even be asked."""
+    name = session.instance.name
+    if record.target.name not in ("", name):
+        return Fault(
+            Reason.WRONG_INSTANCE,
+            f"{session.endpoint} is {name}, not {record.target.name}",
+            {"field": "decode_name", "ours": record.target.name, "theirs": name},
+        )
+    if session.draining:
+        return Fault(Reason.DRAINING, f"decode instance {name} is draining")
+    return None

@@ -1,0 +1,220 @@
+"""What of one request's KV goes to one shard of D, in which pieces, and when."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Iterable, Sequence
+from itertools import accumulate
+
+from pd_grpc.protocol.layout import KvLayout
+from pd_grpc.transport.base import SendPlan, Slab
+
+_UNSENT, _SENT, _VERIFIED = 0, 1, 2
+
+
+class _Layer:
+    """One layer's wanted blocks by their place in the plan's order: what has become of each, and
+    how many from the front are computed."""
+
+    __slots__ = ("block_bytes", "first_unsent", "group", "layer", "ready", "state")
+
+    def __init__(self, group: int, layer: int, blocks: int, block_bytes: int) -> None:
+        self.group = group
+        self.layer = layer
+        self.block_bytes = block_bytes
+        self.state = bytearray(blocks)
+        self.ready = 0
+        self.first_unsent = 0
+
+    def unsent(self, start: int, end: int) -> int:
+        """Length of the unsent run at the front of [start, end)."""
+        if not any(self.state[start:end]):
+            return end - start
+        return next(i for i in range(start, end) if self.state[i] != _UNSENT) - start
+
+    def seek(self) -> bool:
+        """Move to the first ready block that is unsent; whether there is one."""
+        at = self.state.find(_UNSENT, self.first_unsent, self.ready)
+        self.first_unsent = self.ready if at < 0 else at
+        return at >= 0
+
+
+class TransferSender:
+    """Decides what is sent next; it moves no byte and reads no clock.
+
+    A block-layer may go once its tokens are all computed, or the prompt is. It goes in a slab of
+    about `chunk_bytes`, over several blocks and layers; less is sent only when a pass of the engine
+    is over, so that nothing waits for the next one. Never more than D's window is unacknowledged.
+    After a break everything that D has not verified is sent again.
+    """
+
+    def __init__(
+        self, layout: KvLayout, plan: SendPlan, chunk_bytes: int, progress_s: float
+    ) -> None:
+        self.plan = plan
+        self.acked_bytes = 0
+        """Payload bytes that D has accepted, over all streams."""
+        self._block_size = layout.block_size
+        self._all_blocks = layout.blocks_for(plan.tokens)
+        self._chunk_bytes = chunk_bytes
+        self._progress_s = progress_s
+        # The place of each wanted run's first block among all wanted blocks, and their sum.
+        self._places = [0, *accumulate(count for _, count in plan.wanted)]
+        self._layers = [
+            _Layer(run.group, layer, self._places[-1], layout.layer_bytes(run.group))
+            for run in plan.layers
+            for layer in range(run.layer, run.layer + run.layers)
+        ]
+        self._by_name = {(each.group, each.layer): each for each in self._layers}
+        self._open = False
+        self._window_bytes = 0
+        self._stream_chunks = 0
+        self._stream_bytes = 0
+        self._stream_accepted = 0
+        self._end_sent = False
+        self._completed = False
+        self._heard_at: float | None = None
+
+    # --- what is known -------------------------------------------------------------------------
+
+    def advance(self, group: int, layer: int, tokens: int) -> None:
+        """The KV of the first `tokens` tokens of a layer is in P's pool."""
+        found = self._by_name.get((group, layer))
+        if found is not None:
+            whole = tokens // self._block_size
+            blocks = self._all_blocks if tokens >= self.plan.tokens else whole
+            found.ready = max(found.ready, self._place_of(blocks))
+
+    def opening(self, now: float) -> None:
+        """A stream begins. Nothing is sent before the shard has answered."""
+        self._open = False
+        self._stream_chunks = self._stream_bytes = self._stream_accepted = 0
+        self._end_sent = False
+        self._heard_at = now
+        for layer in self._layers:
+            layer.state = layer.state.replace(bytes([_SENT]), bytes([_UNSENT]))
+            layer.first_unsent = 0
+
+    def opened(self, verified: Iterable[Slab], window_bytes: int, now: float) -> None:
+        """The shard has answered; `verified` need not be sent again."""
+        self._open = True
+        self._window_bytes = window_bytes
+        self._heard_at = now
+        self._mark_verified(verified)
+
+    def acked(self, ranges: Iterable[Slab], accepted_bytes: int, now: float) -> None:
+        """The shard has verified `ranges`; `accepted_bytes` on this stream so far."""
+        self._heard_at = now
+        self.acked_bytes += max(0, accepted_bytes - self._stream_accepted)
+        self._stream_accepted = max(self._stream_accepted, accepted_bytes)
+        self._mark_verified(ranges)
+
+    def completed(self) -> None:
+        """The shard has everything."""
+        self._completed = True
+
+    def broken(self) -> None:
+        """The stream has ended; nothing is sent until the next one."""
+        self._open = False
+        self._heard_at = None
+
+    # --- what follows --------------------------------------------------------------------------
+
+    def next_slab(self, now: float) -> Slab | None:
+        """The slab to send now, counted as sent; None when there is nothing to send, or no room in
+        the window."""
+        unacked = self._stream_bytes - self._stream_accepted
+        if not self._open or self._end_sent or not (layers := self._sendable()):
+            return None
+        slab, size = self._slab(layers)
+        if unacked and unacked + size > self._window_bytes:
+            return None
+        for layer in self._layers_of(slab):
+            place = self._place_of(slab.block)
+            layer.state[place : place + slab.blocks] = bytes([_SENT]) * slab.blocks
+        if not unacked:
+            self._heard_at = now
+        self._stream_chunks += 1
+        self._stream_bytes += size
+        return slab
+
+    def end(self, now: float) -> tuple[int, int] | None:
+        """Chunks and payload bytes of this stream, once, when everything has been sent."""
+        if not self._open or self._end_sent:
+            return None
+        total = self._places[-1]
+        if any(layer.ready < total or layer.seek() for layer in self._layers):
+            return None
+        self._end_sent = True
+        self._heard_at = now
+        return self._stream_chunks, self._stream_bytes
+
+    def deadline(self) -> float | None:
+        """When the shard will have been silent too long; None while nothing is owed by it."""
+        owed = self._stream_bytes > self._stream_accepted or self._end_sent or not self._open
+        if self._completed or self._heard_at is None or not owed:
+            return None
+        return self._heard_at + self._progress_s
+
+    # --- how -----------------------------------------------------------------------------------
+
+    def _sendable(self) -> list[_Layer]:
+        """The layers with something to send, in order; none while it is worth waiting for more of
+        this pass."""
+        layers = [layer for layer in self._layers if layer.seek()]
+        if not layers:
+            return []
+        pass_over = all(layer.ready == self._layers[0].ready for layer in self._layers)
+        ready_bytes = sum(
+            layer.state.count(_UNSENT, layer.first_unsent, layer.ready) * layer.block_bytes
+            for layer in layers
+        )
+        return layers if pass_over or ready_bytes >= self._chunk_bytes else []
+
+    def _slab(self, layers: Sequence[_Layer]) -> tuple[Slab, int]:
+        """The next slab of `layers`, its first one with something to send in front, and its size
+        in bytes."""
+        first = layers[0]
+        # A window smaller than a chunk bounds the chunk; a block-layer is the least there is.
+        limit = min(self._chunk_bytes, max(self._window_bytes, 1))
+        place = first.first_unsent
+        run_end = self._places[self._run_of(place) + 1]
+        most = max(1, limit // first.block_bytes)
+        blocks = first.unsent(place, min(run_end, first.ready, place + most))
+        count = 1
+        for layer in layers[1:]:
+            fits = (count + 1) * blocks * first.block_bytes <= limit
+            follows = (layer.group, layer.layer) == (first.group, first.layer + count)
+            end = place + blocks
+            if not fits or not follows or layer.ready < end or layer.unsent(place, end) < blocks:
+                break
+            count += 1
+        slab = Slab(first.group, first.layer, count, self._block_at(place), blocks)
+        return slab, count * blocks * first.block_bytes
+
+    def _mark_verified(self, ranges: Iterable[Slab]) -> None:
+        for slab in ranges:
+            place = self._place_of(slab.block)
+            end = self._place_of(slab.block + slab.blocks)
+            for layer in self._layers_of(slab):
+                layer.state[place:end] = bytes([_VERIFIED]) * (end - place)
+
+    def _layers_of(self, slab: Slab) -> list[_Layer]:
+        names = ((slab.group, slab.layer + i) for i in range(slab.layers))
+        return [self._by_name[name] for name in names if name in self._by_name]
+
+    def _place_of(self, block: int) -> int:
+        """How many wanted blocks lie before logical block `block`."""
+        run = bisect_left(self.plan.wanted, (block,)) - 1
+        if run < 0:
+            return 0
+        start, count = self.plan.wanted[run]
+        return self._places[run] + min(block - start, count)
+
+    def _run_of(self, place: int) -> int:
+        """The wanted run that a place lies in."""
+        return bisect_left(self._places, place + 1) - 1
+
+    def _block_at(self, place: int) -> int:
+        run = self._run_of(place)
+        return self.plan.wanted[run][0] + place - self._places[run]

@@ -1,0 +1,359 @@
+"""P's end of its standing conversation with one D, as a machine: connect, heartbeat, notice
+silence, reconnect, take over, leave."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from pd_grpc.prefill.actions import Action, CloseSession, OpenSession, SendOnSession
+from pd_grpc.protocol.config import Timeouts
+from pd_grpc.protocol.faults import Fault, Reason, TransportFault
+from pd_grpc.protocol.layout import KvLayout
+from pd_grpc.protocol.messages import layout_from_proto, seconds
+from pd_grpc.protocol.timers import Timers
+from pd_grpc.v1 import decode_pb2, types_pb2
+
+SILENT_HEARTBEATS = 2
+"""A session on which D said nothing for this many heartbeats is broken."""
+
+_TURNED_AWAY = frozenset(
+    {Reason.STALE_EPOCH, Reason.WRONG_INSTANCE, Reason.LAYOUT_MISMATCH, Reason.FEATURE}
+)
+"""Ends of an open session after which another try would be told the same."""
+
+
+class Phase(enum.Enum):
+    """Where the conversation stands."""
+
+    IDLE = "idle"
+    CONNECTING = "connecting"
+    OPEN = "open"
+    WAITING = "waiting"
+    """Broken; the back-off before the next try runs."""
+
+
+@dataclass(frozen=True)
+class Opened:
+    """Calls may be made in the session's name."""
+
+
+@dataclass(frozen=True)
+class Unreachable:
+    """A try to connect has failed. Within grace there will be another, which may still save those
+    that hold grants."""
+
+    fault: Fault
+
+
+@dataclass(frozen=True)
+class Refused:
+    """D, or what answers in its place, will have none of us. `name` is the D that was asked for."""
+
+    fault: Fault
+    name: str
+
+
+@dataclass(frozen=True)
+class Lost:
+    """D as we knew it is gone, with every grant and every Allocate in flight."""
+
+    fault: Fault
+
+
+@dataclass(frozen=True)
+class Draining:
+    """D grants nothing new."""
+
+
+@dataclass(frozen=True)
+class UnknownGrants:
+    """D does not know these grants, which a heartbeat listed."""
+
+    grant_ids: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Ended:
+    """A transfer has ended on D."""
+
+    ended: decode_pb2.TransferEnded
+
+
+@dataclass(frozen=True)
+class Left:
+    """We have said goodbye, for want of anything to do."""
+
+
+Notice = Opened | Unreachable | Refused | Lost | Draining | UnknownGrants | Ended | Left
+Output = Action | Notice
+
+
+class DecodeSession:
+    """The session with the D at one endpoint.
+
+    Every method returns what must be done and what has become known, in order. `users` are the
+    requests that are bound to this D, by whatever key; the session lives while there are any, and
+    `session_idle_s` longer.
+    """
+
+    def __init__(
+        self,
+        endpoint: str,
+        layout: KvLayout,
+        hello: Callable[[str], decode_pb2.Hello],
+        next_link: Callable[[], int],
+        timeouts: Timeouts,
+    ) -> None:
+        self.endpoint = endpoint
+        self.phase = Phase.IDLE
+        self.link = 0
+        self.welcome = decode_pb2.Welcome()
+        """The last one; empty before the first."""
+        self.draining = False
+        self.load = decode_pb2.Load()
+        self.grants: dict[str, object] = {}
+        """Grants we hold, each with the user that holds it."""
+        self._layout = layout
+        self._hello = hello
+        self._next_link = next_link
+        self._timeouts = timeouts
+        self._users: set[object] = set()
+        self._name = ""
+        self._sequence = 0
+        self._backoff_s = timeouts.reconnect_min_s
+        self._timers: Timers[str] = Timers()
+
+    @property
+    def session_id(self) -> str:
+        """What calls carry; that of the broken session while there is no other."""
+        return self.welcome.session_id
+
+    @property
+    def instance(self) -> types_pb2.Instance:
+        """Who D is."""
+        return self.welcome.instance
+
+    @property
+    def users(self) -> frozenset[object]:
+        """Who is bound to this D."""
+        return frozenset(self._users)
+
+    def next_wake(self) -> float | None:
+        """When `tick` must be called."""
+        return self._timers.next()
+
+    def bind(self, user: object, name: str, now: float) -> list[Output]:
+        """A request turns to this D, which it calls `name`; connect if need be."""
+        self._users.add(user)
+        self._timers.cancel("idle")
+        return self._connect(name, now) if self.phase is Phase.IDLE else []
+
+    def unbind(self, user: object, now: float) -> list[Output]:
+        """A request has nothing to do with this D any more."""
+        self._users.discard(user)
+        for grant_id in [g for g, holder in self.grants.items() if holder == user]:
+            del self.grants[grant_id]
+        if self._users:
+            return []
+        if self.phase is Phase.WAITING:
+            return self._become_idle()
+        if self.phase is Phase.OPEN:
+            self._timers.set("idle", now + self._timeouts.session_idle_s)
+        return []
+
+    def message(
+        self, link: int, message: decode_pb2.SessionResponse, now: float
+    ) -> list[Output] | None:
+        """D said something; None when it came too late to mean anything."""
+        if link != self.link or self.phase not in (Phase.CONNECTING, Phase.OPEN):
+            return None
+        kind = message.WhichOneof("message")
+        if self.phase is Phase.CONNECTING:
+            if kind == "welcome":
+                return self._welcomed(message.welcome, now)
+            return self._misspoke(f"{kind} came before welcome", now)
+        self._timers.set("silence", now + SILENT_HEARTBEATS * self._heartbeat_s)
+        if kind == "heartbeat_ack":
+            unknown = tuple(g for g in message.heartbeat_ack.unknown_grant_ids if g in self.grants)
+            return [UnknownGrants(unknown)] if unknown else []
+        if kind == "load":
+            self.load = message.load
+        elif kind == "drain":
+            self.draining = True
+            return [Draining()]
+        elif kind == "transfer_ended":
+            return [Ended(message.transfer_ended)]
+        elif kind == "goodbye":
+            said = message.goodbye.reason or "no reason"
+            lost = self._lost(f"decode instance {self._who} left: {said}")
+            return [CloseSession(self.endpoint, link, graceful=True), *self._become_idle(), lost]
+        elif kind == "welcome":
+            return self._misspoke("a second welcome came", now)
+        return []
+
+    def broken(
+        self, link: int, fault: Fault | TransportFault | None, now: float
+    ) -> list[Output] | None:
+        """The stream has ended; None when it is not the one we talk on."""
+        if link != self.link or self.phase not in (Phase.CONNECTING, Phase.OPEN):
+            return None
+        if isinstance(fault, Fault) and (
+            self.phase is Phase.CONNECTING or fault.reason in _TURNED_AWAY
+        ):
+            return [*self._become_idle(), Refused(fault, self._name)]
+        why = "the session ended" if fault is None else str(fault)
+        if self.phase is Phase.CONNECTING:
+            return self._failed_to_connect(why, now)
+        return self._break(now)
+
+    def tick(self, now: float) -> list[Output]:
+        """Do what is due."""
+        out: list[Output] = []
+        for due in self._timers.pop_due(now):
+            if due == "connect":
+                out.append(CloseSession(self.endpoint, self.link, graceful=False))
+                waited = f"no welcome within {self._timeouts.connect_s:g} s"
+                out += self._failed_to_connect(waited, now)
+            elif due == "heartbeat":
+                out += self._beat(now)
+            elif due == "silence":
+                out.append(CloseSession(self.endpoint, self.link, graceful=False))
+                out += self._break(now)
+            elif due == "reconnect":
+                out += self._connect(self._name, now)
+            elif due == "grace":
+                out += self._out_of_grace()
+            elif due == "idle":
+                out += [*self.leave("idle"), Left()]
+        return out
+
+    def leave(self, reason: str) -> list[Output]:
+        """Say goodbye, on purpose."""
+        if self.phase is Phase.OPEN:
+            goodbye = decode_pb2.SessionRequest(goodbye=decode_pb2.Goodbye(reason=reason))
+            out: list[Output] = [
+                SendOnSession(self.endpoint, self.link, goodbye),
+                CloseSession(self.endpoint, self.link, graceful=True),
+            ]
+        elif self.phase is Phase.CONNECTING:
+            out = [CloseSession(self.endpoint, self.link, graceful=False)]
+        else:
+            out = []
+        return [*out, *self._become_idle()]
+
+    @property
+    def _heartbeat_s(self) -> float:
+        return seconds(self.welcome.heartbeat) or self._timeouts.heartbeat_s
+
+    @property
+    def _who(self) -> str:
+        name = self.welcome.instance.name
+        return f"{name} at {self.endpoint}" if name else f"at {self.endpoint}"
+
+    def _connect(self, name: str, now: float) -> list[Output]:
+        self.phase = Phase.CONNECTING
+        self.link = self._next_link()
+        self._name = name
+        self._timers.set("connect", now + self._timeouts.connect_s)
+        return [OpenSession(self.endpoint, self.link, self._hello(name))]
+
+    def _welcomed(self, welcome: decode_pb2.Welcome, now: float) -> list[Output]:
+        fault = self._objection(welcome)
+        if fault is not None:
+            close = CloseSession(self.endpoint, self.link, graceful=False)
+            return [close, *self._become_idle(), Refused(fault, self._name)]
+        out: list[Output] = []
+        if self.instance.epoch not in (0, welcome.instance.epoch):
+            out.append(self._lost(f"decode instance {self._who} was restarted"))
+            self.grants.clear()
+        self.phase = Phase.OPEN
+        self.welcome = welcome
+        self.draining = False
+        self._sequence = 0
+        self._backoff_s = self._timeouts.reconnect_min_s
+        for timer in ("connect", "grace"):
+            self._timers.cancel(timer)
+        self._timers.set("silence", now + SILENT_HEARTBEATS * self._heartbeat_s)
+        self._timers.set("heartbeat", now + self._heartbeat_s)
+        if not self._users:
+            self._timers.set("idle", now + self._timeouts.session_idle_s)
+        if self.grants:
+            out += self._beat(now)
+        return [*out, Opened()]
+
+    def _objection(self, welcome: decode_pb2.Welcome) -> Fault | None:
+        """What keeps us from talking to this D, which itself has nothing against us."""
+        try:
+            differences = self._layout.differences(layout_from_proto(welcome.layout))
+        except ValueError as error:
+            return Fault(Reason.LAYOUT_MISMATCH, f"the layout chosen by {self.endpoint}: {error}")
+        if differences:
+            first = differences[0]
+            return Fault(
+                Reason.LAYOUT_MISMATCH,
+                f"the KV layout of {self.endpoint} differs in {first.field}: "
+                f"{first.ours} here, {first.theirs} there",
+                {"field": first.field, "ours": first.ours, "theirs": first.theirs},
+            )
+        if self._name and welcome.instance.name != self._name:
+            return Fault(
+                Reason.WRONG_INSTANCE,
+                f"{self.endpoint} is {welcome.instance.name}, not {self._name}",
+                {"field": "decode_name", "ours": self._name, "theirs": welcome.instance.name},
+            )
+        return None
+
+    def _misspoke(self, what: str, now: float) -> list[Output]:
+        fault = Fault(Reason.WRONG_STATE, f"{self._who} broke the order of a session: {what}")
+        close = CloseSession(self.endpoint, self.link, graceful=False)
+        return [close, *self._become_idle(), Refused(fault, self._name)]
+
+    def _failed_to_connect(self, why: str, now: float) -> list[Output]:
+        self._timers.cancel("connect")
+        fault = Fault(Reason.DECODE_LOST, f"decode instance {self._who} cannot be reached: {why}")
+        if self._users and self._timers.at("grace") is not None:
+            self._back_off(now)
+            return [Unreachable(fault)]
+        return [*self._become_idle(), Unreachable(fault)]
+
+    def _break(self, now: float) -> list[Output]:
+        if not self._users:
+            return [*self._become_idle(), Left()]
+        for timer in ("heartbeat", "silence", "idle"):
+            self._timers.cancel(timer)
+        self._timers.set("grace", now + seconds(self.welcome.grace))
+        self._back_off(now)
+        return []
+
+    def _back_off(self, now: float) -> None:
+        self.phase = Phase.WAITING
+        self._timers.set("reconnect", now + self._backoff_s)
+        self._backoff_s = min(2 * self._backoff_s, self._timeouts.reconnect_max_s)
+
+    def _beat(self, now: float) -> list[Output]:
+        self._sequence += 1
+        self._timers.set("heartbeat", now + self._heartbeat_s)
+        beat = decode_pb2.Heartbeat(sequence=self._sequence, grant_ids=list(self.grants))
+        message = decode_pb2.SessionRequest(heartbeat=beat)
+        return [SendOnSession(self.endpoint, self.link, message)]
+
+    def _out_of_grace(self) -> list[Output]:
+        out: list[Output] = []
+        if self.phase is Phase.CONNECTING:
+            out.append(CloseSession(self.endpoint, self.link, graceful=False))
+        grace_s = seconds(self.welcome.grace)
+        lost = self._lost(f"decode instance {self._who} did not come back within {grace_s:g} s")
+        return [*out, *self._become_idle(), lost]
+
+    def _lost(self, why: str) -> Lost:
+        return Lost(Fault(Reason.DECODE_LOST, why))
+
+    def _become_idle(self) -> list[Output]:
+        self.phase = Phase.IDLE
+        self.draining = False
+        self._backoff_s = self._timeouts.reconnect_min_s
+        for timer in ("connect", "heartbeat", "silence", "grace", "reconnect", "idle"):
+            self._timers.cancel(timer)
+        return []

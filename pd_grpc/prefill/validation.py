@@ -1,0 +1,112 @@
+"""What a Prefill call must look like to be taken in."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from pd_grpc.protocol.faults import Fault, Reason, bad_request
+from pd_grpc.protocol.layout import KvLayout
+from pd_grpc.protocol.messages import (
+    sampling_from_proto,
+    token_errors,
+    unbuilt_sampling,
+    unbuilt_scope,
+)
+from pd_grpc.protocol.refs import name_errors, ref_errors
+from pd_grpc.protocol.sampling import FieldError, Sampling, sampling_errors
+from pd_grpc.v1 import prefill_pb2
+
+_ENDPOINT = re.compile(r"\S+:\d{1,5}")
+
+
+@dataclass(frozen=True)
+class ModelLimits:
+    """What P's engine and pool can take."""
+
+    layout: KvLayout
+    vocab_size: int
+    max_model_len: int
+    num_blocks: int
+    features: frozenset[str]
+    eos_token_ids: frozenset[int]
+
+
+def check_prefill(request: prefill_pb2.PrefillRequest, name: str, limits: ModelLimits) -> Sampling:
+    """The sampling of a request that can be taken in by the instance `name`; Fault otherwise."""
+    if request.prefill_name not in ("", name):
+        raise Fault(
+            Reason.WRONG_INSTANCE,
+            f"this is {name}, not {request.prefill_name}",
+            {"field": "prefill_name", "ours": name, "theirs": request.prefill_name},
+        )
+    _check_features(request, limits)
+    sampling = sampling_from_proto(request.sampling)
+    wrong = [
+        *ref_errors(request.ref),
+        *name_errors(request.request_id, "request_id"),
+        *_token_errors(request, limits),
+        *sampling_errors(sampling),
+        *_answer_errors(request, sampling),
+        *_decode_errors(request),
+    ]
+    if wrong:
+        raise bad_request(wrong)
+    _check_size(request, limits)
+    return sampling
+
+
+def _check_features(request: prefill_pb2.PrefillRequest, limits: ModelLimits) -> None:
+    feature = unbuilt_sampling(request.sampling) or unbuilt_scope(request.scope)
+    if feature is None and request.sampling.HasField("logprobs"):
+        feature = None if "logprobs" in limits.features else "sampling.logprobs"
+    if feature is not None:
+        raise Fault(
+            Reason.FEATURE, f"{feature} is not supported by this engine", {"feature": feature}
+        )
+
+
+def _token_errors(request: prefill_pb2.PrefillRequest, limits: ModelLimits) -> list[FieldError]:
+    if not request.token_ids:
+        return [FieldError("token_ids", "must have at least one token")]
+    tokens = len(request.token_ids) + len(request.generated_token_ids)
+    if tokens >= limits.max_model_len:
+        most = limits.max_model_len - 1
+        return [
+            FieldError("token_ids", f"{tokens} tokens with the output so far; at most {most} fit")
+        ]
+    return [
+        *token_errors(request.token_ids, limits.vocab_size, "token_ids"),
+        *token_errors(request.generated_token_ids, limits.vocab_size, "generated_token_ids"),
+    ]
+
+
+def _answer_errors(request: prefill_pb2.PrefillRequest, s: Sampling) -> list[FieldError]:
+    generated = len(request.generated_token_ids)
+    if s.max_tokens >= 1 and generated >= s.max_tokens:
+        limit = f"{generated} tokens leave none of sampling.max_tokens ({s.max_tokens})"
+        return [FieldError("generated_token_ids", limit)]
+    return []
+
+
+def _decode_errors(request: prefill_pb2.PrefillRequest) -> list[FieldError]:
+    if not request.decodes:
+        return [FieldError("decodes", "must name at least one decode instance")]
+    wrong: list[FieldError] = []
+    for i, target in enumerate(request.decodes):
+        wrong += name_errors(target.name, f"decodes[{i}].name")
+        if not _ENDPOINT.fullmatch(target.endpoint):
+            wrong.append(FieldError(f"decodes[{i}].endpoint", "must be host:port"))
+    return wrong
+
+
+def _check_size(request: prefill_pb2.PrefillRequest, limits: ModelLimits) -> None:
+    tokens = len(request.token_ids) + len(request.generated_token_ids)
+    needed = limits.layout.blocks_for(tokens)
+    if needed > limits.num_blocks:
+        raise Fault(
+            Reason.TOO_LARGE,
+            f"token_ids: {tokens} tokens take {needed} blocks of {limits.layout.block_size}; "
+            f"this prefill instance has {limits.num_blocks}",
+            {"field": "token_ids", "needed": str(needed), "total": str(limits.num_blocks)},
+        )
