@@ -1,0 +1,381 @@
+"""The Python client: asks a router (or a decode instance) for answers.
+
+It needs grpc, protobuf and pydantic, neither torch nor transformers.
+
+    with Client("127.0.0.1:50050") as client:
+        for chunk in client.generate("Paris is", max_tokens=20, temperature=0):
+            print(chunk.text, end="")
+
+Every request carries a W3C trace context: that of the current OpenTelemetry span, or a new one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, TypedDict
+
+import grpc
+import grpc.aio
+from opentelemetry import context as otel_context
+
+from pd_grpc.protocol import rpc
+from pd_grpc.protocol.clock import SystemClock
+from pd_grpc.protocol.config import Sizes, Timeouts
+from pd_grpc.protocol.faults import Fault, TransportFault
+from pd_grpc.protocol.messages import seconds
+from pd_grpc.telemetry.tracing import Tracing, inject, trace_id
+from pd_grpc.v1 import inference_pb2, inference_pb2_grpc, types_pb2
+
+if TYPE_CHECKING:
+    from typing_extensions import Self, Unpack
+
+__all__ = [
+    "Answer",
+    "AnswerEnd",
+    "AsyncClient",
+    "AsyncGeneration",
+    "Chunk",
+    "Client",
+    "Fault",
+    "Generation",
+    "Options",
+    "TransportFault",
+]
+
+STAGES = (
+    "route",
+    "queue",
+    "prepare",
+    "allocate",
+    "compute",
+    "first_token",
+    "exposed_send",
+    "total",
+)
+"""Names of the timings of an answer, as `Timings` in the protocol explains them."""
+
+_CALL_S = 5.0
+_FINISH_REASONS = {types_pb2.FINISH_REASON_STOP: "stop", types_pb2.FINISH_REASON_LENGTH: "length"}
+
+
+class Options(TypedDict, total=False):
+    """What a request may say beside its prompt; see `SamplingParams` for bounds and defaults."""
+
+    max_tokens: int
+    min_tokens: int
+    temperature: float
+    top_p: float
+    top_k: int
+    seed: int
+    stop: Sequence[str]
+    stop_token_ids: Sequence[int]
+    ignore_eos: bool
+    logprobs: int
+    generated_token_ids: Sequence[int]
+    request_id: str
+
+
+@dataclass(frozen=True)
+class AnswerEnd:
+    """What the last chunk says. `timings_ms` has an entry for each of `STAGES`; `finish_reason` is
+    `stop` or `length`."""
+
+    finish_reason: str
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int
+    timings_ms: Mapping[str, float]
+    prefill_instance: str
+    decode_instance: str
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """A piece of an answer: tokens, their text, and on the last one how it ended.
+
+    `logprobs` has one entry per token where they were asked for.
+    """
+
+    text: str
+    token_ids: tuple[int, ...]
+    logprobs: tuple[types_pb2.PositionLogprobs, ...] = ()
+    end: AnswerEnd | None = None
+
+
+@dataclass
+class Answer:
+    """A whole answer."""
+
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[types_pb2.PositionLogprobs] = field(default_factory=list)
+    end: AnswerEnd | None = None
+
+    def add(self, chunk: Chunk) -> None:
+        """Append a chunk."""
+        self.text += chunk.text
+        self.token_ids += chunk.token_ids
+        self.logprobs += chunk.logprobs
+        self.end = chunk.end or self.end
+
+
+class _Stream:
+    """What both kinds of generation share: the call, its trace, its name."""
+
+    def __init__(self, call: Any, trace: str) -> None:
+        self._call = call
+        self.trace_id = trace
+        """Trace id of the request, 32 hex digits."""
+        self.request_id = ""
+        """The request's name, known with the first chunk."""
+
+    def cancel(self) -> None:
+        """End the request everywhere; nothing happens when it has ended."""
+        self._call.cancel()
+
+    def _chunk(self, message: inference_pb2.GenerateResponse) -> Chunk:
+        self.request_id = message.request_id or self.request_id
+        end = _end_of(message) if message.finish_reason else None
+        return Chunk(message.text, tuple(message.token_ids), tuple(message.logprobs), end)
+
+
+class Generation(_Stream):
+    """An answer as it comes: iterate over its chunks. Leaving the `with` block, an exception such
+    as KeyboardInterrupt and the garbage collector end the request everywhere.
+
+    Iterating raises `Fault`, or `TransportFault` where the status is not the project's own.
+    """
+
+    def __iter__(self) -> Self:
+        return self
+
+    def __next__(self) -> Chunk:
+        try:
+            return self._chunk(next(self._call))
+        except grpc.RpcError as error:
+            raise rpc.read_error(error) from error
+        except BaseException:
+            self.cancel()
+            raise
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.cancel()
+
+    def __del__(self) -> None:
+        self.cancel()
+
+    def collect(self) -> Answer:
+        """Wait for the whole answer."""
+        answer = Answer()
+        for chunk in self:
+            answer.add(chunk)
+        return answer
+
+
+class AsyncGeneration(_Stream):
+    """An answer as it comes: iterate over its chunks. Leaving the `async with` block, or cancelling
+    the task that iterates, ends the request everywhere. Errors as for `Generation`."""
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> Chunk:
+        try:
+            message = await self._call.read()
+        except grpc.aio.AioRpcError as error:
+            raise rpc.read_error(error) from error
+        except BaseException:
+            self.cancel()
+            raise
+        if message is grpc.aio.EOF:  # type: ignore[attr-defined]
+            raise StopAsyncIteration
+        return self._chunk(message)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.cancel()
+
+    def __del__(self) -> None:
+        self.cancel()
+
+    async def collect(self) -> Answer:
+        """Wait for the whole answer."""
+        answer = Answer()
+        async for chunk in self:
+            answer.add(chunk)
+        return answer
+
+
+class Client:
+    """A connection to a router, for blocking code; to be closed. Safe from any thread."""
+
+    def __init__(self, endpoint: str) -> None:
+        """`endpoint` is host:port."""
+        self._channel = rpc.sync_channel(endpoint, Timeouts(), Sizes())
+        self._stub = inference_pb2_grpc.InferenceServiceStub(self._channel)
+
+    def generate(
+        self,
+        text: str | None = None,
+        *,
+        messages: Sequence[tuple[str, str]] | None = None,
+        token_ids: Sequence[int] | None = None,
+        timeout_s: float | None = None,
+        **options: Unpack[Options],
+    ) -> Generation:
+        """Ask for an answer to plain `text`, to (role, content) `messages` or to `token_ids`.
+
+        `timeout_s` is the request's budget; without one the router's default holds.
+        """
+        request = _request(text, messages, token_ids, options)
+        metadata, trace = _trace_context()
+        return Generation(self._stub.Generate(request, timeout=timeout_s, metadata=metadata), trace)
+
+    def model_info(self, timeout_s: float = _CALL_S) -> inference_pb2.GetModelInfoResponse:
+        """What is served. Raises `Fault` or `TransportFault`."""
+        try:
+            request = inference_pb2.GetModelInfoRequest()
+            answer: inference_pb2.GetModelInfoResponse = self._stub.GetModelInfo(
+                request, timeout=timeout_s
+            )
+            return answer
+        except grpc.RpcError as error:
+            raise rpc.read_error(error) from error
+
+    def close(self) -> None:
+        """End every request and the connection."""
+        self._channel.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+class AsyncClient:
+    """A connection to a router, for the running loop; to be closed."""
+
+    def __init__(self, endpoint: str) -> None:
+        """`endpoint` is host:port."""
+        self._channel = rpc.aio_channel(endpoint, Timeouts(), Sizes())
+        self._stub = inference_pb2_grpc.InferenceServiceStub(self._channel)
+
+    def generate(
+        self,
+        text: str | None = None,
+        *,
+        messages: Sequence[tuple[str, str]] | None = None,
+        token_ids: Sequence[int] | None = None,
+        timeout_s: float | None = None,
+        **options: Unpack[Options],
+    ) -> AsyncGeneration:
+        """Ask for an answer, as `Client.generate` does."""
+        request = _request(text, messages, token_ids, options)
+        metadata, trace = _trace_context()
+        call = self._stub.Generate(request, timeout=timeout_s, metadata=metadata)
+        return AsyncGeneration(call, trace)
+
+    async def model_info(self, timeout_s: float = _CALL_S) -> inference_pb2.GetModelInfoResponse:
+        """What is served. Raises `Fault` or `TransportFault`."""
+        try:
+            request = inference_pb2.GetModelInfoRequest()
+            answer: inference_pb2.GetModelInfoResponse = await self._stub.GetModelInfo(
+                request, timeout=timeout_s
+            )
+            return answer
+        except grpc.aio.AioRpcError as error:
+            raise rpc.read_error(error) from error
+
+    async def close(self) -> None:
+        """End every request and the connection."""
+        await self._channel.close(None)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        await self.close()
+
+
+def _request(
+    text: str | None,
+    messages: Sequence[tuple[str, str]] | None,
+    token_ids: Sequence[int] | None,
+    options: Options,
+) -> inference_pb2.GenerateRequest:
+    """ValueError unless there is exactly one prompt, and for what the wire cannot carry (a negative
+    seed, a fraction of a token). The rest is the server's to judge."""
+    if sum(prompt is not None for prompt in (text, messages, token_ids)) != 1:
+        raise ValueError("give exactly one of text, messages and token_ids")
+    named: dict[str, Any] = dict(options)
+    request = inference_pb2.GenerateRequest()
+    try:
+        request.request_id = named.pop("request_id", "")
+        request.generated_token_ids.extend(named.pop("generated_token_ids", ()))
+        if text is not None:
+            request.text = text
+        elif messages is not None:
+            request.messages.SetInParent()
+            for role, content in messages:
+                request.messages.messages.add(role=role, content=content)
+        else:
+            request.token_ids.ids.extend(token_ids or ())
+            request.token_ids.SetInParent()
+        for name, value in named.items():
+            if isinstance(value, Sequence) and not isinstance(value, str):
+                getattr(request.sampling, name).extend(value)
+            else:
+                setattr(request.sampling, name, value)
+    except (AttributeError, TypeError) as error:
+        raise ValueError(str(error)) from error
+    return request
+
+
+def _trace_context() -> tuple[list[tuple[str, str]], str]:
+    """Metadata that carries the current trace, or a new one, and the trace's id."""
+    span = Tracing(SystemClock(), "", "client").start(
+        "pd.client", parent=otel_context.get_current()
+    )
+    context = Tracing.context(span)
+    return inject(context), trace_id(context)
+
+
+def _end_of(message: inference_pb2.GenerateResponse) -> AnswerEnd:
+    timings = message.timings
+    return AnswerEnd(
+        finish_reason=_FINISH_REASONS.get(message.finish_reason, "unknown"),
+        prompt_tokens=message.usage.prompt_tokens,
+        completion_tokens=message.usage.completion_tokens,
+        cached_tokens=message.usage.cached_tokens,
+        timings_ms={name: 1000 * seconds(getattr(timings, name)) for name in STAGES},
+        prefill_instance=message.prefill_instance,
+        decode_instance=message.decode_instance,
+    )
