@@ -59,6 +59,7 @@ class HfTokenizer:
 
 def read_tokenizer(source: ModelSource) -> HfTokenizer:
     """The tokenizer of a model; no weights are read. ModelError when it has none."""
+    from huggingface_hub.errors import StrictDataclassError
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
     try:
@@ -71,6 +72,6 @@ def read_tokenizer(source: ModelSource) -> HfTokenizer:
             tokenizer = AutoTokenizer.from_pretrained(
                 source.location, local_files_only=source.local
             )
-    except (OSError, ValueError, KeyError) as error:
+    except (OSError, ValueError, KeyError, StrictDataclassError) as error:
         raise ModelError("model", f"{source.name} has no usable tokenizer: {error}") from error
     return HfTokenizer(tokenizer)

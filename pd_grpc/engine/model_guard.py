@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, TypeVar
 
 import torch
 
@@ -13,8 +15,19 @@ from pd_grpc.protocol.layout import KvLayout
 # Those whose turned keys do not depend on how long the sequence is, or becomes.
 _FIXED_ROPE = frozenset({"default", "linear", "llama3", "yarn"})
 
+_Result = TypeVar("_Result")
+
 _PROBE_TOKENS = 24
 _PROBE_TOLERANCE = {torch.float32: 1e-3, torch.float16: 5e-2, torch.bfloat16: 5e-2}
+
+
+@dataclass(frozen=True)
+class KvShape:
+    """What one token's keys, or values, of a model look like."""
+
+    layers: int
+    heads: int
+    head_dim: int
 
 
 def refuse_unsupported(name: str, config: Any) -> None:
@@ -29,6 +42,8 @@ def _reasons(config: Any) -> list[str]:
         reasons.append("it is not decoder-only")
     if getattr(config, "sub_configs", None):
         reasons.append("it is a model of several parts, not a language model alone")
+    if getattr(config, "max_position_embeddings", None) is None:
+        reasons.append("it does not say how long a sequence may be (max_position_embeddings)")
     other = sorted(set(getattr(config, "layer_types", None) or ()) - {"full_attention"})
     if other:
         reasons.append(f"it has layers of kind {', '.join(other)}; only full_attention is built")
@@ -41,6 +56,21 @@ def _reasons(config: Any) -> list[str]:
     return reasons
 
 
+def kv_shape(name: str, model: Any) -> KvShape:
+    """The layers, KV heads and head size of `model`, seen on a pass over one token; the
+    configuration names them differently from model to model, and not always truly.
+
+    ModelError when the layers differ, or do not use the paged attention."""
+    seen = _Shapes()
+    _run(name, lambda: model(input_ids=torch.tensor([[0]]), use_cache=False, pd_step=seen))
+    if not seen.layers:
+        raise _unsupported(name, "it does not use transformers' attention interface")
+    if list(seen.layers) != list(range(len(seen.layers))) or len(set(seen.layers.values())) > 1:
+        raise _unsupported(name, f"its attention layers differ in number or shape: {seen.layers}")
+    heads, head_dim = seen.layers[0]
+    return KvShape(len(seen.layers), heads, head_dim)
+
+
 def check_attention(name: str, model: Any, layout: KvLayout) -> None:
     """Run a short text through the paged attention in two chunks and a single token, and through
     the model's own attention in one piece. ModelError unless both agree.
@@ -50,27 +80,21 @@ def check_attention(name: str, model: Any, layout: KvLayout) -> None:
     """
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randint(0, model.config.vocab_size, (_PROBE_TOKENS,), generator=generator)
-    try:
-        ours = _paged_logits(model, layout, tokens)
-    except UnsupportedAttention as error:
-        raise ModelError("model", f"{name} is not supported: {error}") from error
+    ours = _run(name, lambda: _paged_logits(model, layout, tokens))
     model.set_attn_implementation("eager")
-    theirs = model(input_ids=tokens[None], use_cache=False).logits[0]
+    theirs = _run(name, lambda: model(input_ids=tokens[None], use_cache=False).logits[0])
     model.set_attn_implementation(ATTENTION_NAME)
     gap = float((ours - theirs).float().norm() / theirs.float().norm())
     allowed = _PROBE_TOLERANCE[ours.dtype]
     if not gap <= allowed:
-        raise ModelError(
-            "model",
-            f"{name} is not supported: with paged attention its logits are {gap:.2g} away from its "
-            f"own, at most {allowed} is allowed",
-        )
+        reason = f"with paged attention its logits are {gap:.2g} away from its own, over {allowed}"
+        raise _unsupported(name, reason)
 
 
 def _paged_logits(model: Any, layout: KvLayout, tokens: torch.Tensor) -> torch.Tensor:
     blocks = layout.blocks_for(_PROBE_TOKENS)
     kv = PagedKv(layout, blocks, model.dtype)
-    # Neither zeros nor anything finite, so that a read of what was not written shows.
+    # No number at all, so that a read of what was not written shows.
     kv.blocks.fill_(float("nan"))
     table = list(reversed(range(blocks)))
     logits = []
@@ -83,9 +107,31 @@ def _paged_logits(model: Any, layout: KvLayout, tokens: torch.Tensor) -> torch.T
             use_cache=False,
             pd_step=step,
         )
-        if step.layers_seen != list(range(layout.groups[0].layers)):
-            raise UnsupportedAttention(
-                f"its attention ran for layers {step.layers_seen} of {layout.groups[0].layers}"
-            )
         logits.append(out.logits[0])
     return torch.cat(logits)
+
+
+class _Shapes:
+    """Notes the shape of each layer's keys, `(heads, head_dim)`, and attends to nothing."""
+
+    def __init__(self) -> None:
+        self.layers: dict[int, tuple[int, int]] = {}
+
+    def attend(
+        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float
+    ) -> torch.Tensor:
+        self.layers[layer] = (key.shape[0], key.shape[2])
+        return query.transpose(0, 1)
+
+
+def _run(name: str, forward: Callable[[], _Result]) -> _Result:
+    try:
+        return forward()
+    except UnsupportedAttention as error:
+        raise _unsupported(name, str(error)) from error
+    except (RuntimeError, ValueError, TypeError, KeyError, AttributeError) as error:
+        raise _unsupported(name, f"it does not run: {error}") from error
+
+
+def _unsupported(name: str, reason: str) -> ModelError:
+    return ModelError("model", f"{name} is not supported: {reason}")

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch.nn.functional import scaled_dot_product_attention
@@ -24,6 +25,17 @@ _NOT_PLAIN = ("attention_mask", "sliding_window", "softcap", "s_aux", "position_
 
 class UnsupportedAttention(ValueError):
     """The model asks for an attention that is not computed here; the message says which."""
+
+
+class Attends(Protocol):
+    """What computes the attention of one forward pass."""
+
+    def attend(
+        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float
+    ) -> torch.Tensor:
+        """Attention of one layer: query `(heads, rows, dim)`, key and value
+        `(kv heads, rows, dim)`, result `(rows, heads, dim)`."""
+        ...
 
 
 class PagedKv:
@@ -83,7 +95,6 @@ class Step:
     def __init__(self, kv: PagedKv, runs: Sequence[Run], on_layer: Callable[[int], None]) -> None:
         self._kv = kv
         self._on_layer = on_layer
-        self.layers_seen: list[int] = []
         size = kv.block_size
         self.positions = torch.cat([torch.arange(r.start, r.start + r.rows) for r in runs])
         self.rows = len(self.positions)
@@ -107,12 +118,8 @@ class Step:
     def attend(
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float
     ) -> torch.Tensor:
-        """Attention of one layer.
-
-        Query `(heads, rows, dim)`, key and value `(kv heads, rows, dim)`, result
-        `(rows, heads, dim)`. Each run is computed by itself over exactly its own tokens, so that a
-        request's result does not depend on its neighbours.
-        """
+        # Each run is computed by itself over exactly its own tokens, so that a request's result
+        # does not depend on its neighbours.
         key, value = key[:, : self.rows], value[:, : self.rows]
         self._kv.write(
             layer,
@@ -121,7 +128,6 @@ class Step:
             key.transpose(0, 1),
             value.transpose(0, 1),
         )
-        self.layers_seen.append(layer)
         self._on_layer(layer)
         keys, values = self._kv.gather(layer, self._read_blocks)
         out = query.new_zeros(query.shape[1], query.shape[0], query.shape[2])
@@ -180,7 +186,7 @@ def paged_attention(
     value: torch.Tensor,
     attention_mask: torch.Tensor | None = None,
     scaling: float | None = None,
-    pd_step: Step | None = None,
+    pd_step: Attends | None = None,
     **options: object,
 ) -> tuple[torch.Tensor, None]:
     """The function transformers calls in place of its own attention.
@@ -195,6 +201,8 @@ def paged_attention(
     for name in _NOT_PLAIN:
         if options.get(name) is not None:
             raise UnsupportedAttention(f"its attention uses {name}")
+    if not getattr(module, "is_causal", True):
+        raise UnsupportedAttention("its attention is not causal")
     if key.shape != value.shape or query.shape[-1] != key.shape[-1]:
         raise UnsupportedAttention("its queries, keys and values differ in size")
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling

@@ -21,7 +21,7 @@ from pd_grpc.engine.fingerprint import model_fingerprint, positions_fingerprint
 from pd_grpc.engine.hf_tokenizer import HfTokenizer, read_tokenizer
 from pd_grpc.engine.memory import HostKvMemory
 from pd_grpc.engine.model_error import ModelError
-from pd_grpc.engine.model_guard import check_attention, refuse_unsupported
+from pd_grpc.engine.model_guard import check_attention, kv_shape, refuse_unsupported
 from pd_grpc.engine.model_source import ModelSource, find_model
 from pd_grpc.engine.paged_attention import ATTENTION_NAME, PagedKv, Run, Step
 from pd_grpc.engine.sampler import NotSampleable, sample
@@ -154,35 +154,34 @@ def load_torch_engine(config: EngineConfig, progress: Callable[[str], None]) -> 
     if config.threads:
         torch.set_num_threads(config.threads)
     source = find_model(config.model)
-    progress(f"reading {source.name}")
-    tokenizer = read_tokenizer(source)
+    progress(f"reading {source.name}" if source.local else f"looking up {source.name} on the hub")
     dtype: torch.dtype = getattr(torch, config.dtype)
     with reading(source, progress), torch.inference_mode():
         model_config = read_config(source)
         refuse_unsupported(source.name, model_config)
+        tokenizer = read_tokenizer(source)
         max_model_len = _model_len(source, model_config, config.max_model_len)
         progress("loading weights")
         model = load_weights(source, model_config, dtype, ATTENTION_NAME)
-        layout = _layout(model, config)
         progress("checking the attention")
+        layout = _layout(source, model, config)
         check_attention(source.name, model, layout)
     mib = config.num_blocks * layout.block_bytes / (1 << 20)
     progress(f"making a pool of {config.num_blocks} blocks, {mib:.0f} MiB")
     return TorchEngine(source.name, model, tokenizer, layout, config.num_blocks, max_model_len)
 
 
-def _layout(model: Any, config: EngineConfig) -> KvLayout:
-    c = model.config
-    heads = getattr(c, "num_key_value_heads", None) or c.num_attention_heads
-    head_dim = getattr(c, "head_dim", None) or c.hidden_size // c.num_attention_heads
+def _layout(source: ModelSource, model: Any, config: EngineConfig) -> KvLayout:
+    shape = kv_shape(source.name, model)
     planes = tuple(
-        Plane(kind, config.dtype, heads, head_dim) for kind in (PlaneKind.K, PlaneKind.V)
+        Plane(kind, config.dtype, shape.heads, shape.head_dim)
+        for kind in (PlaneKind.K, PlaneKind.V)
     )
     return KvLayout(
         model=model_fingerprint(model),
-        positions=positions_fingerprint(c),
+        positions=positions_fingerprint(model.config),
         block_size=config.block_size,
-        groups=(KvGroup(GroupKind.FULL, c.num_hidden_layers, planes),),
+        groups=(KvGroup(GroupKind.FULL, shape.layers, planes),),
     )
 
 

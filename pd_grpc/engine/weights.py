@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
+from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.utils import logging as transformers_logging
 
@@ -23,7 +25,7 @@ def read_config(source: ModelSource) -> Any:
                 source.location, gguf_file=source.gguf, local_files_only=True
             )
         return AutoConfig.from_pretrained(source.location, local_files_only=source.local)
-    except (OSError, ValueError, KeyError) as error:
+    except (OSError, ValueError, KeyError, StrictDataclassError) as error:
         raise ModelError("model", f"{source.name} has no usable configuration: {error}") from error
 
 
@@ -42,6 +44,8 @@ def load_weights(source: ModelSource, config: Any, dtype: torch.dtype, attention
         "attn_implementation": attention,
         "output_loading_info": True,
         "local_files_only": source.local,
+        # Those found are refused below, by name.
+        "ignore_mismatched_sizes": True,
     }
     try:
         if source.gguf is not None:
@@ -51,7 +55,13 @@ def load_weights(source: ModelSource, config: Any, dtype: torch.dtype, attention
             )
         else:
             model, info = auto.from_pretrained(source.location, use_safetensors=True, **options)
-    except (OSError, ValueError, KeyError, NotImplementedError) as error:
+    except KeyError as error:
+        # What transformers says when a model cannot take the attention it was told.
+        reason = "it does not use transformers' attention interface"
+        if error.args != (attention,):
+            reason = f"cannot be loaded: {error}"
+        raise ModelError("model", f"{source.name} is not supported: {reason}") from error
+    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
         raise ModelError("model", f"{source.name} cannot be loaded: {error}") from error
     missing = sorted([*info["missing_keys"], *map(str, info["mismatched_keys"])])
     if missing:

@@ -1,0 +1,373 @@
+"""The torch engine against transformers itself, alone and in batches, here and handed over."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+pytest.importorskip("transformers")
+
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig
+
+from pd_grpc.engine.base import DecodeSlot, EngineFault, PrefillChunk, SampleSpec
+from pd_grpc.engine.batch_rows import filled, steady_group
+from pd_grpc.engine.torch import TorchEngine
+from pd_grpc.protocol.layout import GroupKind
+from pd_grpc.protocol.sampling import Sampling
+from tests.engine.torch_models import (
+    CONFIGS,
+    NO_LAYER,
+    SIZES,
+    VOCAB,
+    Request,
+    decode,
+    eager_tokens,
+    load_tiny,
+    prefill,
+    save_model,
+)
+
+GREEDY = Sampling(max_tokens=12, temperature=0.0)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    root = tmp_path_factory.mktemp("models")
+    return {name: save_model(root / name, config()) for name, config in CONFIGS.items()}
+
+
+@pytest.fixture(scope="module")
+def llama(folders: dict[str, Path]) -> TorchEngine:
+    return load_tiny(folders["llama"])
+
+
+def prompt_of(length: int, seed: int = 0) -> list[int]:
+    return random.Random(seed * 1000 + length).choices(range(VOCAB), k=length)
+
+
+def scattered(count: int, seed: int = 0, num_blocks: int = 64) -> list[int]:
+    """`count` blocks of the pool in no order."""
+    return random.Random(seed).sample(range(num_blocks), count)
+
+
+def requests_of(
+    lengths: list[int], samplings: list[Sampling], num_blocks: int = 64
+) -> list[Request]:
+    """Requests that share the pool, each on blocks of its own."""
+    free = scattered(num_blocks, num_blocks=num_blocks)
+    requests = []
+    for i, (length, sampling) in enumerate(zip(lengths, samplings, strict=True)):
+        blocks = -(-(length + sampling.max_tokens) // 8)
+        table, free = free[:blocks], free[blocks:]
+        requests.append(Request(prompt_of(length, i), table, sampling))
+    return requests
+
+
+@pytest.mark.parametrize("name", list(CONFIGS))
+@pytest.mark.parametrize("length", [1, 7, 8, 9, 31, 32, 33, 75])
+def test_greedy_tokens_are_those_of_transformers(
+    folders: dict[str, Path], name: str, length: int
+) -> None:
+    engine = load_tiny(folders[name])
+    request = Request(prompt_of(length), scattered(12), GREEDY)
+
+    prefill(engine, [request])
+    decode(engine, [request])
+
+    assert request.tokens == eager_tokens(folders[name], request.prompt, GREEDY.max_tokens)
+
+
+@pytest.mark.parametrize("name", list(CONFIGS))
+def test_logits_are_those_of_transformers(folders: dict[str, Path], name: str) -> None:
+    engine = load_tiny(folders[name])
+    prompt = prompt_of(70)
+    sampling = Sampling(max_tokens=1, temperature=0.0, logprobs=20)
+    request = Request(prompt, scattered(10), sampling)
+
+    prefill(engine, [request])
+
+    model = AutoModelForCausalLM.from_pretrained(folders[name], attn_implementation="eager")
+    with torch.inference_mode():
+        expected = model(torch.tensor([prompt])).logits[0, -1].double().log_softmax(-1)
+    (sampled,) = request.output
+    for entry in sampled.top:
+        assert entry.logprob == pytest.approx(float(expected[entry.token_id]), abs=2e-4)
+
+
+def seeded(i: int) -> Sampling:
+    return Sampling(max_tokens=10 + i % 3, temperature=0.9, top_p=0.95, seed=i, logprobs=2)
+
+
+@pytest.mark.parametrize("how", ["greedy", "seeded"])
+def test_a_request_gives_the_same_alone_and_with_eight_others(llama: TorchEngine, how: str) -> None:
+    lengths = [1, 7, 8, 9, 40, 33, 64, 2, 15]
+    samplings = [GREEDY if how == "greedy" else seeded(i) for i in range(9)]
+    together = requests_of(lengths, samplings)
+    prefill(llama, together)
+    decode(llama, together)
+
+    for other in requests_of(lengths, samplings):
+        prefill(llama, [other])
+        decode(llama, [other])
+        (twin,) = [r for r in together if r.prompt == other.prompt]
+        assert other.tokens == twin.tokens
+        for ours, theirs in zip(other.output, twin.output, strict=True):
+            assert ours.logprob == pytest.approx(theirs.logprob, abs=1e-4)
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, seeded(4)], ids=["greedy", "seeded"])
+@pytest.mark.parametrize("length", [7, 8, 9, 75])
+def test_tokens_are_the_same_when_the_kv_moves_to_another_engine(
+    folders: dict[str, Path], sampling: Sampling, length: int
+) -> None:
+    p, d = load_tiny(folders["qwen3"]), load_tiny(folders["qwen3"])
+    request = Request(prompt_of(length), scattered(12, seed=1), sampling)
+    moved = Request(request.prompt, scattered(12, seed=2), sampling)
+    prefill(p, [request])
+    first = request.output[0]
+
+    blocks = p.layout.blocks_for(length)
+    for layer in range(p.layout.groups[0].layers):
+        slab = b"".join(p.memory.read(request.table[:blocks], 0, layer, 1))
+        d.memory.write(moved.table[:blocks], 0, layer, 1, memoryview(slab))
+    moved.output.append(first)
+    decode(d, [moved])
+    decode(p, [request])
+
+    assert moved.output == request.output
+
+
+def test_prefill_tells_of_each_layer_once_its_kv_is_there_for_every_chunk(
+    llama: TorchEngine,
+) -> None:
+    llama.memory.write(range(64), 0, 0, 3, memoryview(bytes(64 * llama.layout.block_bytes)))
+    chunks = [
+        PrefillChunk(prompt_of(16), 0, [5, 9]),
+        PrefillChunk(prompt_of(8), 0, [30]),
+    ]
+    seen = []
+
+    def on_layer(group: int, layer: int) -> None:
+        filled_layers = [
+            all(
+                np.frombuffer(piece, np.float32).any()
+                for piece in llama.memory.read([5, 9, 30], 0, at, 1)
+            )
+            for at in range(3)
+        ]
+        seen.append((group, layer, filled_layers))
+
+    result = llama.prefill(chunks, on_layer)
+
+    assert result == [None, None]
+    assert seen == [
+        (0, 0, [True, False, False]),
+        (0, 1, [True, True, False]),
+        (0, 2, [True, True, True]),
+    ]
+
+
+def test_what_on_layer_raises_ends_the_step_as_it_is(llama: TorchEngine) -> None:
+    class Cancelled(RuntimeError):
+        pass
+
+    def on_layer(group: int, layer: int) -> None:
+        raise Cancelled
+
+    with pytest.raises(Cancelled):
+        llama.prefill([PrefillChunk([1, 2], 0, [0])], on_layer)
+
+
+def test_the_bytes_of_a_block_lie_in_the_canonical_order(folders: dict[str, Path]) -> None:
+    engine = load_tiny(folders["llama"])
+    prompt = prompt_of(21)
+    engine.prefill([PrefillChunk(prompt, 0, [11, 4, 50])], NO_LAYER)
+    model = AutoModelForCausalLM.from_pretrained(folders["llama"], attn_implementation="eager")
+    with torch.inference_mode():
+        cache = model(torch.tensor([prompt]), use_cache=True).cache
+    position, layer, head = 13, 2, 1
+    block, token = [11, 4, 50][position // 8], position % 8
+    layers, heads, tokens, dim = 3, 2, 8, 8
+
+    whole = b"".join(engine.memory.read([block], 0, 0, layers))
+    floats = np.frombuffer(whole, "<f4")
+    for plane, expected in enumerate((cache.layers[layer].keys, cache.layers[layer].values)):
+        at = (((layer * 2 + plane) * heads + head) * tokens + token) * dim
+        np.testing.assert_allclose(
+            floats[at : at + dim], expected[0, head, position].numpy(), atol=1e-5
+        )
+
+
+def test_the_layout_says_what_the_pool_holds(llama: TorchEngine) -> None:
+    (group,) = llama.layout.groups
+
+    assert (group.kind, group.layers, group.window) == (GroupKind.FULL, 3, 0)
+    assert [(p.kind.name, p.dtype, p.heads, p.head_dim) for p in group.planes] == [
+        ("K", "float32", 2, 8),
+        ("V", "float32", 2, 8),
+    ]
+    assert llama.memory.num_blocks == 64
+    assert llama.layout.block_bytes == 3 * 2 * 2 * 8 * 8 * 4
+
+
+def test_a_step_touches_no_block_but_its_own(llama: TorchEngine) -> None:
+    marked = bytes([7]) * llama.layout.block_bytes
+    others = [b for b in range(64) if b not in (3, 8)]
+    llama.memory.write(others, 0, 0, 3, memoryview(marked * len(others)))
+    request = Request(prompt_of(12), [8, 3], GREEDY)
+
+    prefill(llama, [request])
+    llama.decode([request.slot()])
+
+    assert b"".join(llama.memory.read(others, 0, 0, 3)) == marked * len(others)
+
+
+def test_a_pool_full_of_rubbish_changes_nothing(folders: dict[str, Path]) -> None:
+    clean, dirty = load_tiny(folders["llama"]), load_tiny(folders["llama"])
+    rubbish = np.full(64 * dirty.layout.block_bytes // 4, np.nan, np.float32)
+    dirty.memory.write(range(64), 0, 0, 3, memoryview(rubbish.tobytes()))
+    requests = [Request(prompt_of(19), scattered(5), GREEDY) for _ in range(2)]
+
+    for engine, request in zip((clean, dirty), requests, strict=True):
+        prefill(engine, [request])
+        decode(engine, [request])
+
+    assert requests[0].output == requests[1].output
+
+
+def test_a_step_with_a_block_outside_the_pool_is_a_fault_and_the_engine_stays_usable(
+    llama: TorchEngine,
+) -> None:
+    spec = SampleSpec(GREEDY, 2, 1)
+    with pytest.raises(EngineFault):
+        llama.decode([DecodeSlot(1, 1, [64], spec)])
+
+    assert len(llama.decode([DecodeSlot(1, 0, [0], spec)])) == 1
+
+
+def test_logits_that_are_no_numbers_are_a_fault(folders: dict[str, Path]) -> None:
+    engine = load_tiny(folders["llama"])
+    rubbish = np.full(engine.layout.block_bytes // 4, np.nan, np.float32)
+    engine.memory.write([0], 0, 0, 3, memoryview(rubbish.tobytes()))
+
+    with pytest.raises(EngineFault, match="finite"):
+        engine.decode([DecodeSlot(1, 3, [0], SampleSpec(GREEDY, 4, 1))])
+
+
+def test_an_empty_batch_is_no_work(llama: TorchEngine) -> None:
+    assert llama.prefill([], NO_LAYER) == []
+    assert llama.decode([]) == []
+
+
+def test_warming_up_touches_block_zero_alone(folders: dict[str, Path]) -> None:
+    engine = load_tiny(folders["llama"])
+    engine.warm_up()
+
+    rest = b"".join(engine.memory.read(range(1, 64), 0, 0, 3))
+    assert not any(rest)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_a_rows_bits_do_not_depend_on_its_neighbours(folders: dict[str, Path], dtype: str) -> None:
+    model = AutoModelForCausalLM.from_pretrained(
+        folders["llama"], dtype=getattr(torch, dtype)
+    ).model.layers[0]
+    group = steady_group(model)
+    rows = torch.randn(40, SIZES["hidden_size"]).to(model.mlp.gate_proj.weight.dtype)
+
+    with torch.inference_mode():
+        many = model.mlp.gate_proj(rows)
+        for count in range(1, 33):
+            few = model.mlp.gate_proj(rows[: filled(count, group)])
+            assert torch.equal(few[:count], many[:count])
+
+
+def test_engines_of_the_same_model_agree_on_its_fingerprint(folders: dict[str, Path]) -> None:
+    assert load_tiny(folders["llama"]).layout == load_tiny(folders["llama"]).layout
+
+
+@pytest.mark.parametrize(
+    ("change", "field"),
+    [
+        ({"seed": 1}, "model"),
+        ({"rms_norm_eps": 1e-3}, "model"),
+        ({"rope_parameters": {"rope_type": "default", "rope_theta": 5000.0}}, "positions"),
+    ],
+)
+def test_another_model_has_another_fingerprint(
+    tmp_path: Path, llama: TorchEngine, change: dict[str, Any], field: str
+) -> None:
+    options = {k: v for k, v in change.items() if k != "seed"}
+    other = save_model(tmp_path, LlamaConfig(**SIZES, **options), change.get("seed", 0))
+
+    fields = [d.field for d in llama.layout.differences(load_tiny(other).layout)]
+
+    assert field in fields
+
+
+def test_another_dtype_has_another_fingerprint(
+    folders: dict[str, Path], llama: TorchEngine
+) -> None:
+    half = load_tiny(folders["llama"], dtype="bfloat16")
+
+    fields = {d.field for d in llama.layout.differences(half.layout)}
+
+    assert fields == {"model", "groups[0].planes[0].dtype", "groups[0].planes[1].dtype"}
+
+
+def chat(engine: TorchEngine, question: str, sampling: Sampling) -> Request:
+    prompt = engine.tokenizer().encode_chat([("user", question)])
+    request = Request(prompt, range(20), sampling)
+    prefill(engine, [request], chunk_tokens=512)
+    while request.tokens[-1] not in engine.eos_token_ids:
+        assert len(request.output) < sampling.max_tokens
+        request.output += engine.decode([request.slot()])
+    return request
+
+
+@pytest.mark.model
+def test_smollm2_knows_the_capital_of_france(smollm2: TorchEngine) -> None:
+    sampling = Sampling(max_tokens=40, temperature=0.0)
+
+    request = chat(smollm2, "What is the capital of France?", sampling)
+
+    assert smollm2.tokenizer().decode(request.tokens) == "The capital of France is Paris."
+    assert request.tokens[-1] == 2
+
+
+@pytest.mark.model
+def test_smollm2_says_the_same_alone_and_in_a_batch(smollm2: TorchEngine) -> None:
+    encode = smollm2.tokenizer().encode
+    texts = ["The sea", "Once upon a time, there was a", "def add(a, b):\n", "1, 2, 3, 4,"] * 2
+    samplings = [
+        Sampling(max_tokens=8, temperature=0.0 if i < 4 else 0.8, seed=i) for i in range(8)
+    ]
+
+    def requests() -> list[Request]:
+        return [
+            Request(encode(text), range(4 * i, 4 * i + 4), sampling)
+            for i, (text, sampling) in enumerate(zip(texts, samplings, strict=True))
+        ]
+
+    together, alone = requests(), requests()
+    prefill(smollm2, together)
+    decode(smollm2, together)
+    for request in alone:
+        prefill(smollm2, [request])
+        decode(smollm2, [request])
+
+    assert [r.tokens for r in alone] == [r.tokens for r in together]
