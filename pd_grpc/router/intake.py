@@ -88,7 +88,7 @@ def _is_empty(request: inference_pb2.GenerateRequest, kind: str) -> bool:
     if kind == "text":
         return not request.text
     if kind == "messages":
-        return not request.messages.messages
+        return not any(message.content for message in request.messages.messages)
     return not request.token_ids.ids
 
 

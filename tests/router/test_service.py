@@ -316,6 +316,14 @@ async def test_the_legs_have_what_is_left_of_the_clients_deadline(site: Site) ->
     [
         ({"text": ""}, "text"),
         ({"messages": inference_pb2.ChatMessages()}, "messages"),
+        (
+            {
+                "messages": inference_pb2.ChatMessages(
+                    messages=[inference_pb2.ChatMessage(role="user")]
+                )
+            },
+            "messages",
+        ),
         ({"token_ids": inference_pb2.TokenIds()}, "token_ids"),
         ({"token_ids": inference_pb2.TokenIds(ids=[1, VOCAB])}, "token_ids.ids[1]"),
         ({"token_ids": inference_pb2.TokenIds(ids=[1] * 1000)}, "token_ids"),

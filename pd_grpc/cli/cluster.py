@@ -1,0 +1,334 @@
+"""A router with its prefill and decode servers as processes of this machine.
+
+Each child says on its standard output when it is ready, and its end is the end of that pipe: one
+`select` waits for both, without polling. Its standard input is a pipe that nobody writes to; its
+end tells the child that this process is gone, however it went.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import selectors
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import IO, TYPE_CHECKING
+
+import grpc
+
+from pd_grpc.protocol import rpc
+from pd_grpc.protocol.config import Sizes, Timeouts
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+_READY_S = 30.0
+"""How long the router may take to find its instances once they are ready."""
+_LAST_ANSWERS_S = 3.0
+"""What a server may take beyond its drain before it is killed."""
+_TAIL_LINES = 15
+_ROUTER_SERVICE = "pd_grpc.v1.InferenceService"
+
+
+class ClusterError(Exception):
+    """The cluster cannot start or go on; the message says why, with the last lines of a log."""
+
+
+@dataclass(frozen=True)
+class ClusterPlan:
+    """What to start. `flags` go to every prefill and decode server, `router_flags` to the router;
+    they take the place of the plan's own."""
+
+    prefill: int = 1
+    decode: int = 1
+    engine: str = "torch"
+    model: str = "smollm2"
+    dtype: str = "bfloat16"
+    aggregated: bool = False
+    host: str = "127.0.0.1"
+    port: int = 0
+    flags: tuple[str, ...] = ()
+    router_flags: tuple[str, ...] = ()
+    drain_s: float = 5.0
+    start_s: float = 600.0
+    """How long loading the model may take."""
+
+    def engine_flags(self) -> list[str]:
+        """Flags of a prefill or decode server. Torch servers share the cores unless told else."""
+        flags = ["--engine", self.engine, "--model", self.model, "--dtype", self.dtype]
+        if self.engine == "torch":
+            flags += ["--threads", str(max(1, _cores() // self.engines))]
+        return [*flags, *self.flags]
+
+    @property
+    def engines(self) -> int:
+        """Number of processes with an engine."""
+        return self.decode + (0 if self.aggregated else self.prefill)
+
+
+@dataclass
+class LocalInstance:
+    """One server process. `endpoint` is known once it is ready."""
+
+    role: str
+    name: str
+    process: subprocess.Popen[bytes]
+    log: Path
+    log_file: IO[bytes] = field(repr=False)
+    endpoint: str = ""
+    ended: bool = False
+    _line: bytes = b""
+
+    @property
+    def pid(self) -> int:
+        """Its process id."""
+        return self.process.pid
+
+    def feed(self, data: bytes) -> None:
+        """Take what it said on standard output; empty means that it has ended."""
+        self.log_file.write(data)
+        self.ended = not data
+        *lines, self._line = (self._line + data).split(b"\n")
+        for line in lines:
+            words = line.decode(errors="replace").split()
+            if words[:1] == ["ready"] and len(words) == 4:
+                self.endpoint = words[3]
+
+    def tail(self) -> str:
+        """The last lines of its log."""
+        self.log_file.flush()
+        lines = self.log.read_text(errors="replace").splitlines()
+        return "\n".join(f"  | {line}" for line in lines[-_TAIL_LINES:])
+
+
+class LocalCluster:
+    """Starts a plan's processes, watches them, stops them; a context manager.
+
+    `on_progress` hears of each step in a few words.
+    """
+
+    def __init__(
+        self, plan: ClusterPlan, on_progress: Callable[[str], None] = lambda text: None
+    ) -> None:
+        self._plan = plan
+        self._on_progress = on_progress
+        self._selector = selectors.DefaultSelector()
+        self._folder: Path | None = None
+        self.instances: list[LocalInstance] = []
+
+    @property
+    def router_endpoint(self) -> str:
+        """host:port of the router."""
+        return self._named("router").endpoint
+
+    @property
+    def processes(self) -> dict[str, int]:
+        """Process ids by name: `router`, `prefill-0`, `decode-0` and so on."""
+        return {instance.name: instance.pid for instance in self.instances}
+
+    def start(self) -> None:
+        """Start everything and return when the router takes requests. ClusterError if it cannot."""
+        plan = self._plan
+        _check_port(plan.host, plan.port)
+        self._folder = Path(tempfile.mkdtemp(prefix="pd-grpc-"))
+        for i in range(plan.decode):
+            self._spawn("decode", f"decode-{i}", plan.engine_flags())
+        for i in range(0 if plan.aggregated else plan.prefill):
+            self._spawn("prefill", f"prefill-{i}", plan.engine_flags())
+        self._until_ready(self.instances)
+        router = self._spawn("router", "router", self._router_flags())
+        self._until_ready([router])
+        self._until_serving(router)
+
+    def watch(self) -> None:
+        """Wait for ever; ClusterError when a server ends."""
+        while True:
+            self._read(None)
+
+    def stop(self) -> None:
+        """Let the router drain, then the others; kill what does not end in time."""
+        try:
+            for role in ({"router"}, {"prefill", "decode"}):
+                running = [i for i in self.instances if i.role in role and not i.ended]
+                for instance in running:
+                    instance.process.terminate()
+                self._until_ended(running, self._plan.drain_s + _LAST_ANSWERS_S)
+        finally:
+            self._kill()
+
+    def remove_logs(self) -> None:
+        """Delete the folder of the logs."""
+        if self._folder is not None:
+            shutil.rmtree(self._folder)
+            self._folder = None
+
+    def __enter__(self) -> Self:
+        try:
+            self.start()
+        except ClusterError:
+            self._kill()
+            raise
+        except BaseException:
+            self._kill()
+            self.remove_logs()
+            raise
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        """Logs are kept when a server failed, for they say why."""
+        self.stop()
+        if not isinstance(error, ClusterError):
+            self.remove_logs()
+
+    def _router_flags(self) -> list[str]:
+        plan = self._plan
+        flags = ["--engine", plan.engine, "--model", plan.model, "--port", str(plan.port)]
+        for role in ("prefill", "decode"):
+            endpoints = [i.endpoint for i in self.instances if i.role == role]
+            flags += [f"--{role}", ",".join(endpoints)] if endpoints else []
+        if plan.aggregated:
+            flags.append("--aggregated")
+        return [*flags, *plan.router_flags]
+
+    def _spawn(self, role: str, name: str, flags: Sequence[str]) -> LocalInstance:
+        assert self._folder is not None
+        log = self._folder / f"{name}.log"
+        log_file = log.open("ab", buffering=0)
+        common = ["--name", name, "--host", self._plan.host, "--drain-s", str(self._plan.drain_s)]
+        port = [] if role == "router" else ["--port", "0"]
+        command = [sys.executable, "-m", "pd_grpc.cli.main", "serve", "--exit-with-stdin", role]
+        process = subprocess.Popen(
+            [*command, *common, *port, *flags],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=log_file,
+            # A Ctrl-C in the terminal is this process's to handle: it stops the router first.
+            start_new_session=True,
+        )
+        instance = LocalInstance(role, name, process, log, log_file)
+        self.instances.append(instance)
+        assert process.stdout is not None
+        self._selector.register(process.stdout, selectors.EVENT_READ, instance)
+        return instance
+
+    def _until_ready(self, instances: Sequence[LocalInstance]) -> None:
+        deadline = time.monotonic() + self._plan.start_s
+        told: list[LocalInstance] = []
+        names = ""
+        while True:
+            for instance in instances:
+                if instance.endpoint and instance not in told:
+                    told.append(instance)
+                    self._on_progress(f"{instance.name} is ready at {instance.endpoint}")
+            waiting = [i for i in instances if not i.endpoint]
+            if not waiting:
+                return
+            if names != (names := ", ".join(i.name for i in waiting)):
+                self._on_progress(f"waiting for {names}")
+            if not self._read(deadline - time.monotonic()):
+                text = f"{names} not ready within {self._plan.start_s:g} s"
+                raise ClusterError(f"{text}\n{waiting[0].tail()}")
+
+    def _until_serving(self, router: LocalInstance) -> None:
+        """Wait on the router's own health until it has found its instances."""
+        # A client that is installed without servers has the other commands, and not this package.
+        from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+        self._on_progress("waiting for the router to find its instances")
+        request = health_pb2.HealthCheckRequest(service=_ROUTER_SERVICE)
+        try:
+            with rpc.sync_channel(router.endpoint, Timeouts(), Sizes()) as channel:
+                watch = health_pb2_grpc.HealthStub(channel).Watch(request, timeout=_READY_S)
+                for answer in watch:
+                    if answer.status == health_pb2.HealthCheckResponse.SERVING:
+                        watch.cancel()
+                        return
+        except grpc.RpcError as error:
+            fault = rpc.read_error(error)
+            self._read(0)  # a server that has ended says more than the broken watch
+            raise ClusterError(f"the router does not serve: {fault}\n{router.tail()}") from error
+
+    def _read(self, timeout: float | None) -> bool:
+        """Wait for news of any server. False when there is none in time; ClusterError when one has
+        ended."""
+        events = self._selector.select(None if timeout is None else max(0.0, timeout))
+        for key, _ in events:
+            instance: LocalInstance = key.data
+            self._take(instance)
+            if instance.ended:
+                status = instance.process.wait()
+                raise ClusterError(
+                    f"{instance.name} (pid {instance.pid}) has ended, {_meaning(status)}; the end "
+                    f"of its log, {instance.log}:\n{instance.tail()}"
+                )
+        return bool(events)
+
+    def _take(self, instance: LocalInstance) -> None:
+        assert instance.process.stdout is not None
+        instance.feed(os.read(instance.process.stdout.fileno(), 65536))
+        if instance.ended:
+            self._selector.unregister(instance.process.stdout)
+
+    def _until_ended(self, instances: Iterable[LocalInstance], timeout: float) -> None:
+        deadline = time.monotonic() + timeout
+        while any(not i.ended for i in instances):
+            events = self._selector.select(max(0.0, deadline - time.monotonic()))
+            if not events:
+                return
+            for key, _ in events:
+                self._take(key.data)
+
+    def _kill(self) -> None:
+        for instance in self.instances:
+            process = instance.process
+            if process.poll() is None and not instance.ended:
+                process.kill()
+            process.wait()
+            for pipe in (process.stdin, process.stdout):
+                if pipe is not None:
+                    pipe.close()
+            instance.ended = True
+            instance.log_file.close()
+        self._selector.close()
+
+    def _named(self, name: str) -> LocalInstance:
+        return next(instance for instance in self.instances if instance.name == name)
+
+
+def _cores() -> int:
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def _check_port(host: str, port: int) -> None:
+    """Find out before a model is loaded that the router's port is taken."""
+    if not port:
+        return
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with contextlib.closing(socket.socket(family)) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError as error:
+            raise ClusterError(f"cannot listen on {host}:{port}: {error.strerror}") from error
+
+
+def _meaning(status: int) -> str:
+    if status < 0:
+        return f"killed by {signal.Signals(-status).name}"
+    return f"exit status {status}"

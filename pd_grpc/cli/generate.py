@@ -1,0 +1,104 @@
+"""`pd-grpc generate`: one answer, streamed."""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Any
+
+import typer
+
+from pd_grpc.cli.console import Endpoint, describe, say_error
+from pd_grpc.client import Answer, Client, Fault, Generation, Options, TransportFault
+
+_STOP: list[str] = typer.Option([], help="A string that ends the answer; may be repeated.")
+
+EXIT_FAILED = 1
+EXIT_USAGE = 2
+EXIT_INTERRUPTED = 130
+
+
+def generate(
+    text: str = typer.Argument(..., help="The prompt."),
+    endpoint: str = Endpoint,
+    max_tokens: int = typer.Option(0, help="Most tokens of the answer; 0 is the router's default."),
+    min_tokens: int = typer.Option(0, help="Fewest tokens of the answer."),
+    temperature: float = typer.Option(0.0, help="0 is greedy."),
+    top_p: float | None = typer.Option(None, help="Nucleus sampling."),
+    top_k: int = typer.Option(0, help="Only the k likeliest tokens; 0 is off."),
+    seed: int | None = typer.Option(None, help="Seed; without one the router mints it."),
+    stop: list[str] = _STOP,
+    ignore_eos: bool = typer.Option(False, "--ignore-eos", help="Go on at end of sequence."),
+    raw: bool = typer.Option(
+        False, "--raw/--chat", help="The plain text, or a chat message (the default)."
+    ),
+    deadline: float | None = typer.Option(None, help="Seconds the answer may take."),
+    as_json: bool = typer.Option(False, "--json", help="Print one JSON object at the end."),
+) -> None:
+    """Ask for an answer and stream it."""
+    options: Options = {
+        "max_tokens": max_tokens,
+        "min_tokens": min_tokens,
+        "temperature": temperature,
+        "top_k": top_k,
+        "stop": stop,
+        "ignore_eos": ignore_eos,
+    }
+    if top_p is not None:
+        options["top_p"] = top_p
+    if seed is not None:
+        options["seed"] = seed
+    prompt: dict[str, Any] = {"text": text} if raw else {"messages": [("user", text)]}
+    try:
+        with (
+            Client(endpoint) as client,
+            client.generate(**prompt, timeout_s=deadline, **options) as generation,
+        ):
+            answer = _stream(generation, quiet=as_json)
+    except (Fault, TransportFault) as error:
+        say_error(describe(error, endpoint))
+        raise typer.Exit(EXIT_FAILED) from error
+    except ValueError as error:
+        say_error(str(error))
+        raise typer.Exit(EXIT_USAGE) from error
+    except KeyboardInterrupt:
+        raise typer.Exit(EXIT_INTERRUPTED) from None
+    if as_json:
+        print(json.dumps(as_object(answer, generation), ensure_ascii=False))
+
+
+def as_object(answer: Answer, generation: Generation) -> dict[str, Any]:
+    """What `--json` prints; timings in milliseconds."""
+    end = answer.end
+    assert end is not None, "an answer without a last message ends with an error"
+    return {
+        "text": answer.text,
+        "token_ids": answer.token_ids,
+        "finish_reason": end.finish_reason,
+        "usage": {
+            "prompt_tokens": end.prompt_tokens,
+            "completion_tokens": end.completion_tokens,
+            "cached_tokens": end.cached_tokens,
+        },
+        "timings": {name: round(value, 3) for name, value in end.timings_ms.items()},
+        "prefill_instance": end.prefill_instance,
+        "decode_instance": end.decode_instance,
+        "request_id": generation.request_id,
+        "trace_id": generation.trace_id,
+    }
+
+
+def _stream(generation: Generation, quiet: bool) -> Answer:
+    answer = Answer()
+    begun = False
+    try:
+        for chunk in generation:
+            answer.add(chunk)
+            if chunk.text and not quiet:
+                begun = True
+                print(chunk.text, end="", flush=True)
+    finally:
+        if begun:
+            print(flush=True)
+    sys.stdout.flush()
+    return answer
