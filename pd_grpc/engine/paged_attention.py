@@ -86,7 +86,7 @@ class Run:
 
 
 class Step:
-    """One forward pass over the rows of several runs, one run after another.
+    """One forward pass over the rows of several runs, one run after another; each has a row.
 
     Rows beyond those of the runs are padding: nothing is stored for them and they attend to
     nothing. `on_layer(layer)` is called as soon as a layer's KV is stored for every run.
@@ -96,10 +96,14 @@ class Step:
         self._kv = kv
         self._on_layer = on_layer
         size = kv.block_size
+        if any(run.rows < 1 for run in runs):
+            raise ValueError("a run has no tokens")
         self.positions = torch.cat([torch.arange(r.start, r.start + r.rows) for r in runs])
         self.rows = len(self.positions)
         tables = [torch.tensor(r.block_table[: -(-(r.start + r.rows) // size)]) for r in runs]
         self._read_blocks = torch.cat(tables)
+        if int(self._read_blocks.min()) < 0:
+            raise IndexError("a block table has a negative entry")
         self._write_offsets = self.positions % size
         self._write_blocks = torch.cat(
             [

