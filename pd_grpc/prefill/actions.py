@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from pd_grpc.engine.base import PrefillChunk
+from pd_grpc.prefill.states import PrefillState
 from pd_grpc.protocol.faults import Fault
 from pd_grpc.protocol.refs import TransferKey
 from pd_grpc.transport.base import SendPlan
@@ -93,10 +94,12 @@ class CancelAllocate:
 @dataclass(frozen=True)
 class OpenTransfer:
     """Open a stream to one shard and send what `plan` says as it is computed. When the transfer is
-    known already, open it again with the new `open` message and resend what D lacks."""
+    known already, open it again with the new `open` message and resend what D lacks. `decode` is
+    D's control endpoint, `endpoint` the shard's."""
 
     key: TransferKey
     shard: int
+    decode: str
     endpoint: str
     open: transfer_pb2.TransferOpen
     plan: SendPlan
@@ -145,9 +148,14 @@ class SendRelease:
 
 @dataclass(frozen=True)
 class Changed:
-    """A request has entered another state: for those who watch, and for spans."""
+    """A request has entered another state, for those who watch and for spans. `before` is None
+    for one that was just taken in, `fault` is set with FAILED and CANCELLED."""
 
     key: TransferKey
+    call: int
+    before: PrefillState | None
+    after: PrefillState
+    fault: Fault | None = None
 
 
 @dataclass(frozen=True)

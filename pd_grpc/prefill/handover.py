@@ -153,6 +153,7 @@ class Handover:
             OpenTransfer(
                 record.key,
                 shard,
+                grant.endpoint,
                 grant.shards[shard].endpoint,
                 message,
                 plan,

@@ -67,7 +67,7 @@ class Requests:
         self._by_call[record.call] = record
         self._attempts[record.key.transfer_id] = record.key.attempt
         self.timers.set(Timer("budget", record.key), record.deadline)
-        self.do(Changed(record.key))
+        self.do(Changed(record.key, record.call, None, record.state))
 
     def do(self, *actions: Action) -> None:
         """Ask the shells for something."""
@@ -81,9 +81,9 @@ class Requests:
         """Change a request's state, by the table alone."""
         if state not in TRANSITIONS[record.state]:
             raise AssertionError(f"{record.key} cannot go from {record.state.name} to {state.name}")
-        record.state = state
+        before, record.state = record.state, state
         record.state_since = now
-        self.do(Changed(record.key))
+        self.do(Changed(record.key, record.call, before, state, record.fault))
 
     def end(
         self, record: PrefillRecord, state: PrefillState, fault: Fault | None, now: float

@@ -77,13 +77,17 @@ class SendStream(ABC):
     """One stream of KV to one shard."""
 
     @abstractmethod
-    async def write(self, slab: Slab, blocks: Sequence[int]) -> None:
-        """Send a slab that lies in the physical `blocks`; returns when their memory has been read.
-        Does nothing once the stream has ended."""
+    async def write(self, slab: Slab, blocks: Sequence[int]) -> bool:
+        """Send a slab that lies in the physical `blocks`, whose memory is read before anything is
+        waited for. False once the stream has ended; why it has, the listener hears."""
 
     @abstractmethod
-    async def end(self, chunks: int, payload_bytes: int) -> None:
-        """Say that everything has been sent, and how much that was."""
+    async def end(self, chunks: int, payload_bytes: int) -> bool:
+        """Say that everything has been sent, and how much that was. False as for `write`."""
+
+    @abstractmethod
+    async def finished(self) -> None:
+        """After `completed` or `broken`: wait until the stream is gone."""
 
     @abstractmethod
     async def close(self) -> None:

@@ -1,0 +1,275 @@
+"""P's bulk side: every Transfer stream, on a thread and an event loop of its own.
+
+The engine thread posts which layer is ready, the control loop which transfer is opened or closed;
+both are carried out here in the order they were posted. What becomes of a transfer goes back to the
+control loop as events.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any
+
+from pd_grpc.prefill import events as ev
+from pd_grpc.prefill.actions import OpenTransfer
+from pd_grpc.prefill.sender import TransferSender
+from pd_grpc.protocol.clock import Clock
+from pd_grpc.protocol.faults import Fault, TransportFault, stage_deadline
+from pd_grpc.protocol.layout import KvLayout
+from pd_grpc.protocol.refs import TransferKey
+from pd_grpc.transport.base import SendStream, SendTransport, Slab
+
+Report = Callable[[ev.Event], None]
+Metadata = Sequence[tuple[str, str]]
+
+
+class BulkSender:
+    """Owns the bulk thread. Its methods may be called from any thread and return at once, but
+    `start` and `stop`."""
+
+    def __init__(
+        self,
+        layout: KvLayout,
+        transport: SendTransport,
+        chunk_bytes: int,
+        clock: Clock,
+        report: Report,
+    ) -> None:
+        """`report` is called on the bulk thread."""
+        self._layout = layout
+        self._transport = transport
+        self._chunk_bytes = chunk_bytes
+        self._clock = clock
+        self._report = report
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._run, name="pd-bulk", daemon=True)
+        self._transfers: dict[TransferKey, dict[int, _Transfer]] = {}
+        self._retiring: set[_Transfer] = set()
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def start(self) -> None:
+        """Start the thread."""
+        self._thread.start()
+
+    def open(self, action: OpenTransfer, metadata: Metadata) -> None:
+        """Open a transfer's stream, for the first time or again."""
+        self._post(self._open, action, metadata)
+
+    def layer_ready(
+        self, computed: Sequence[tuple[TransferKey, int]], group: int, layer: int
+    ) -> None:
+        """The KV of one layer is in the pool, of each request up to so many tokens."""
+        self._post(self._layer_ready, computed, group, layer)
+
+    def close(self, key: TransferKey, shard: int) -> None:
+        """Stop a transfer; reported as TransferClosed."""
+        self._post(self._close, key, shard)
+
+    def forget(self, endpoint: str) -> None:
+        """Nothing more goes to a shard."""
+        self._post(self._transport.forget, endpoint)
+
+    def stop(self) -> None:
+        """End every stream and the thread. Blocks until both are gone."""
+        asyncio.run_coroutine_threadsafe(self._stop(), self._loop).result()
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+
+    # --- on the bulk loop ----------------------------------------------------------------------
+
+    def _open(self, action: OpenTransfer, metadata: Metadata) -> None:
+        shards = self._transfers.setdefault(action.key, {})
+        transfer = shards.get(action.shard)
+        if transfer is None:
+            sender = TransferSender(self._layout, action.plan, self._chunk_bytes, action.progress_s)
+            transfer = shards[action.shard] = _Transfer(
+                action.key, action.shard, sender, self._transport, self._clock, self._tell
+            )
+        transfer.open(action, metadata)
+
+    def _layer_ready(
+        self, computed: Sequence[tuple[TransferKey, int]], group: int, layer: int
+    ) -> None:
+        for key, tokens in computed:
+            for transfer in self._transfers.get(key, {}).values():
+                transfer.advance(group, layer, tokens)
+
+    def _close(self, key: TransferKey, shard: int) -> None:
+        transfer = self._drop(key, shard)
+        if transfer is None:
+            self._report(ev.TransferClosed(key, shard))
+        else:
+            self._spawn(self._end(transfer, key, shard))
+
+    async def _end(self, transfer: _Transfer, key: TransferKey, shard: int) -> None:
+        await transfer.close()
+        self._report(ev.TransferClosed(key, shard))
+
+    def _tell(self, event: ev.Event) -> None:
+        if isinstance(event, ev.TransferCompleted):
+            transfer = self._drop(event.key, event.shard)
+            if transfer is not None:
+                self._spawn(self._retire(transfer))
+        self._report(event)
+
+    async def _retire(self, transfer: _Transfer) -> None:
+        self._retiring.add(transfer)
+        await transfer.retire()
+        self._retiring.discard(transfer)
+
+    def _drop(self, key: TransferKey, shard: int) -> _Transfer | None:
+        shards = self._transfers.get(key, {})
+        transfer = shards.pop(shard, None)
+        if not shards:
+            self._transfers.pop(key, None)
+        return transfer
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        task = self._loop.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _stop(self) -> None:
+        for key, shards in list(self._transfers.items()):
+            for shard in list(shards):
+                self._close(key, shard)
+        for transfer in self._retiring:
+            self._spawn(transfer.close())
+        while self._tasks:
+            await asyncio.wait(list(self._tasks))
+        await self._transport.stop()
+
+    def _post(self, function: Callable[..., object], *args: Any) -> None:
+        self._loop.call_soon_threadsafe(function, *args)
+
+    def _run(self) -> None:
+        asyncio.set_event_loop(self._loop)
+        try:
+            self._loop.run_forever()
+        finally:
+            self._loop.close()
+
+
+class _Transfer:
+    """One transfer to one shard, over as many streams as it takes. Hears its streams."""
+
+    def __init__(
+        self,
+        key: TransferKey,
+        shard: int,
+        sender: TransferSender,
+        transport: SendTransport,
+        clock: Clock,
+        tell: Report,
+    ) -> None:
+        self._key = key
+        self._shard = shard
+        self._sender = sender
+        self._transport = transport
+        self._clock = clock
+        self._tell = tell
+        self._loop = asyncio.get_running_loop()
+        self._more = asyncio.Event()
+        self._stream: SendStream | None = None
+        self._pump: asyncio.Task[None] | None = None
+        self._stall: asyncio.TimerHandle | None = None
+        self._leftovers: set[asyncio.Task[None]] = set()
+
+    def open(self, action: OpenTransfer, metadata: Metadata) -> None:
+        """Begin a stream."""
+        self._sender.opening(self._clock.now())
+        self._stream = self._transport.open(
+            action.endpoint, action.open, self, action.timeout_s, metadata
+        )
+        self._more.clear()
+        self._pump = self._loop.create_task(self._send(self._stream))
+        self._watch()
+
+    def advance(self, group: int, layer: int, tokens: int) -> None:
+        """More of a layer is in the pool."""
+        self._sender.advance(group, layer, tokens)
+        self._more.set()
+
+    async def close(self) -> None:
+        """Stop sending; when it returns P's memory is not read any more."""
+        self._unwatch()
+        if self._stream is not None:
+            await self._stream.close()
+        if self._pump is not None:
+            self._pump.cancel()
+            await asyncio.wait([self._pump])
+        if self._leftovers:
+            await asyncio.wait(list(self._leftovers))
+
+    async def retire(self) -> None:
+        """Everything has been sent and acknowledged: D ends the stream."""
+        self._unwatch()
+        if self._stream is not None:
+            await self._stream.finished()
+        await self.close()
+
+    # What the stream says.
+
+    def opened(self, verified: Sequence[Slab], window_bytes: int) -> None:
+        self._sender.opened(verified, window_bytes, self._clock.now())
+        self._watch()
+        self._more.set()
+
+    def acked(self, ranges: Sequence[Slab], accepted_bytes: int) -> None:
+        self._sender.acked(ranges, accepted_bytes, self._clock.now())
+        self._watch()
+        self._more.set()
+        self._tell(ev.KvAcked(self._key, self._shard, ranges, self._sender.acked_bytes))
+
+    def completed(self) -> None:
+        self._sender.completed()
+        self._tell(ev.TransferCompleted(self._key, self._shard))
+
+    def broken(self, fault: Fault | TransportFault) -> None:
+        self._sender.broken()
+        self._unwatch()
+        if self._pump is not None:
+            self._pump.cancel()
+        self._tell(ev.TransferBroken(self._key, self._shard, fault))
+
+    async def _send(self, stream: SendStream) -> None:
+        while True:
+            await self._more.wait()
+            self._more.clear()
+            while (slab := self._sender.next_slab(self._clock.now())) is not None:
+                self._watch()
+                table = self._sender.plan.block_table
+                if not await stream.write(slab, table[slab.block : slab.block + slab.blocks]):
+                    return
+            end = self._sender.end(self._clock.now())
+            if end is not None:
+                self._watch()
+                await stream.end(*end)
+                return
+
+    def _watch(self) -> None:
+        """Wake when the shard will have been silent too long."""
+        self._unwatch()
+        at = self._sender.deadline()
+        if at is not None:
+            delay = max(0.0, at - self._clock.now())
+            self._stall = self._loop.call_later(delay, self._stalled)
+
+    def _unwatch(self) -> None:
+        if self._stall is not None:
+            self._stall.cancel()
+            self._stall = None
+
+    def _stalled(self) -> None:
+        self._stall = None
+        at = self._sender.deadline()
+        if at is None or at > self._clock.now():
+            self._watch()
+            return
+        if self._stream is not None:
+            closing = self._loop.create_task(self._stream.close())
+            self._leftovers.add(closing)
+            closing.add_done_callback(self._leftovers.discard)
+        self.broken(stage_deadline("transfer", ": the shard acknowledged nothing"))

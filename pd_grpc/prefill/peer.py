@@ -1,0 +1,231 @@
+"""The calls of P to one D: the session, Allocate as futures, the first token, Release."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import grpc
+import grpc.aio
+
+from pd_grpc.prefill import actions as act
+from pd_grpc.prefill import events as ev
+from pd_grpc.protocol import rpc
+from pd_grpc.protocol.config import PrefillConfig
+from pd_grpc.protocol.faults import TransportFault
+from pd_grpc.protocol.refs import TransferKey
+from pd_grpc.v1 import decode_pb2, decode_pb2_grpc
+
+log = logging.getLogger("pd_grpc.prefill")
+
+Feed = Callable[[ev.Event], None]
+Metadata = Sequence[tuple[str, str]]
+
+FAREWELL_S = 1.0
+"""How long D may take to end a session that we have said goodbye on."""
+
+
+class SessionStream:
+    """One Session call. What D says, and the end, are fed as events until it is closed."""
+
+    def __init__(
+        self,
+        stub: decode_pb2_grpc.DecodeServiceStub,
+        opened: act.OpenSession,
+        feed: Feed,
+    ) -> None:
+        self._stub = stub
+        self._opened = opened
+        self._feed = feed
+        self._closed = False
+        self._outbox: asyncio.Queue[decode_pb2.SessionRequest | None] = asyncio.Queue()
+        self._outbox.put_nowait(decode_pb2.SessionRequest(hello=opened.hello))
+        self.task = asyncio.create_task(self._converse(), name="pd-session")
+
+    def send(self, message: decode_pb2.SessionRequest) -> None:
+        """Queue a message."""
+        self._outbox.put_nowait(message)
+
+    def close(self, graceful: bool) -> None:
+        """End the call; nothing of it is fed any more."""
+        self._closed = True
+        if graceful:
+            self._outbox.put_nowait(None)
+            asyncio.get_running_loop().call_later(FAREWELL_S, self.task.cancel)
+        else:
+            self.task.cancel()
+
+    async def _converse(self) -> None:
+        call = self._stub.Session()
+        writer = asyncio.create_task(self._write(call))
+        fault = None
+        try:
+            async for message in call:
+                self._tell(ev.SessionMessage(self._opened.endpoint, self._opened.link, message))
+        except grpc.aio.AioRpcError as error:
+            fault = rpc.read_error(error)
+        finally:
+            writer.cancel()
+            call.cancel()
+        self._tell(ev.SessionBroken(self._opened.endpoint, self._opened.link, fault))
+
+    async def _write(self, call: Any) -> None:
+        # Why a write fails is the reader's to tell.
+        with contextlib.suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):
+            while (message := await self._outbox.get()) is not None:
+                await call.write(message)
+            await call.done_writing()
+
+    def _tell(self, event: ev.Event) -> None:
+        if not self._closed:
+            self._feed(event)
+
+
+@dataclass
+class _Connection:
+    """A channel for Allocate futures; a new session gets a new one, for an old one may be in its
+    back-off still."""
+
+    link: int
+    channel: grpc.Channel
+    in_flight: int = 0
+
+
+class DecodePeer:
+    """Everything that reaches one D. To be used on the control loop; events are fed there."""
+
+    def __init__(self, endpoint: str, config: PrefillConfig, feed: Feed) -> None:
+        self._endpoint = endpoint
+        self._config = config
+        self._feed = feed
+        self._loop = asyncio.get_running_loop()
+        self._channel = rpc.aio_channel(endpoint, config, config)
+        self._stub = decode_pb2_grpc.DecodeServiceStub(self._channel)
+        self._sessions: dict[int, SessionStream] = {}
+        self._connection: _Connection | None = None
+        self._allocates: dict[tuple[TransferKey, int], grpc.Future[Any]] = {}
+        self._calls: set[asyncio.Task[None]] = set()
+
+    def open_session(self, opened: act.OpenSession) -> None:
+        """Open a session stream."""
+        stream = self._sessions[opened.link] = SessionStream(self._stub, opened, self._feed)
+        stream.task.add_done_callback(lambda _: self._sessions.pop(opened.link, None))
+
+    def send(self, message: act.SendOnSession) -> None:
+        """Say something on a session."""
+        stream = self._sessions.get(message.link)
+        if stream is not None:
+            stream.send(message.message)
+
+    def close_session(self, closed: act.CloseSession) -> None:
+        """End a session's stream."""
+        stream = self._sessions.get(closed.link)
+        if stream is not None:
+            stream.close(closed.graceful)
+
+    def allocate(self, asked: act.SendAllocate, metadata: Metadata) -> None:
+        """Ask for blocks: a future, whose callback comes on a thread of grpc's."""
+        connection = self._connect(asked.link)
+        stub = decode_pb2_grpc.DecodeServiceStub(connection.channel)
+        future = stub.Allocate.future(
+            asked.request, timeout=asked.timeout_s, metadata=tuple(metadata)
+        )
+        connection.in_flight += 1
+        self._allocates[asked.key, asked.ask] = future
+
+        def done(ended: grpc.Future[Any]) -> None:
+            # Nobody is left to tell once the loop has closed.
+            with contextlib.suppress(RuntimeError):
+                self._loop.call_soon_threadsafe(self._allocated, asked, connection, ended)
+
+        future.add_done_callback(done)
+
+    def cancel_allocate(self, cancelled: act.CancelAllocate) -> None:
+        """Stop asking."""
+        future = self._allocates.pop((cancelled.key, cancelled.ask), None)
+        if future is not None:
+            future.cancel()
+
+    def send_first_token(self, sent: act.SendFirstToken, metadata: Metadata) -> None:
+        """Hand over the first token."""
+        self._spawn(self._send_first_token(sent, metadata))
+
+    def release(self, release: act.SendRelease) -> None:
+        """Give a transfer back; once more if the connection was lost."""
+        self._spawn(self._release(release))
+
+    async def close(self) -> None:
+        """Let calls under way end, then close the connections."""
+        for future in list(self._allocates.values()):
+            future.cancel()
+        for stream in self._sessions.values():
+            stream.close(graceful=True)
+        tasks = [*self._calls, *(stream.task for stream in self._sessions.values())]
+        if tasks:
+            await asyncio.wait(tasks)
+        await self._channel.close(None)
+        if self._connection is not None:
+            self._connection.channel.close()
+            self._connection = None
+
+    def _connect(self, link: int) -> _Connection:
+        if self._connection is None or self._connection.link != link:
+            old = self._connection
+            channel = rpc.sync_channel(self._endpoint, self._config, self._config)
+            self._connection = _Connection(link, channel)
+            if old is not None and not old.in_flight:
+                old.channel.close()
+        return self._connection
+
+    def _allocated(
+        self, asked: act.SendAllocate, connection: _Connection, ended: grpc.Future[Any]
+    ) -> None:
+        connection.in_flight -= 1
+        if connection is not self._connection and not connection.in_flight:
+            connection.channel.close()
+        self._allocates.pop((asked.key, asked.ask), None)
+        try:
+            self._feed(ev.AllocateAnswered(asked, ended.result(), None))
+        except grpc.FutureCancelledError:
+            return
+        except grpc.RpcError as error:
+            self._feed(ev.AllocateAnswered(asked, None, rpc.read_error(error)))
+
+    async def _send_first_token(self, sent: act.SendFirstToken, metadata: Metadata) -> None:
+        try:
+            answer = await self._stub.SendFirstToken(
+                sent.request, timeout=sent.timeout_s, metadata=tuple(metadata)
+            )
+        except grpc.aio.AioRpcError as error:
+            fault = rpc.read_error(error)
+            self._feed(ev.FirstTokenAnswered(sent.key, sent.attempt, None, fault))
+        else:
+            self._feed(ev.FirstTokenAnswered(sent.key, sent.attempt, answer.state, None))
+
+    async def _release(self, release: act.SendRelease) -> None:
+        for last in (False, True):
+            try:
+                await self._stub.Release(release.request, timeout=release.timeout_s)
+                return
+            except grpc.aio.AioRpcError as error:
+                fault = rpc.read_error(error)
+                if last or not (isinstance(fault, TransportFault) and fault.peer_lost):
+                    # D frees it by its lease, or when it sees the session end.
+                    extra = {"transfer_id": release.key.transfer_id}
+                    log.info(
+                        "%s was not released on %s: %s",
+                        release.key,
+                        self._endpoint,
+                        fault,
+                        extra=extra,
+                    )
+                    return
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        task = self._loop.create_task(work)
+        self._calls.add(task)
+        task.add_done_callback(self._calls.discard)

@@ -1,0 +1,299 @@
+"""The shell around P's machine: it feeds events on the control loop and carries actions out."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from itertools import count
+
+from opentelemetry.context import Context
+
+from pd_grpc.engine.base import Engine, EngineFault, Sampled
+from pd_grpc.prefill import actions as act
+from pd_grpc.prefill import events as ev
+from pd_grpc.prefill.bulk import BulkSender
+from pd_grpc.prefill.machine import PrefillMachine
+from pd_grpc.prefill.peer import DecodePeer
+from pd_grpc.prefill.spans import PrefillSpans
+from pd_grpc.protocol.clock import Clock
+from pd_grpc.protocol.config import PrefillConfig
+from pd_grpc.protocol.faults import Fault
+from pd_grpc.v1 import prefill_pb2
+
+log = logging.getLogger("pd_grpc.prefill")
+
+
+class CallOutbox:
+    """What a Prefill call is to be sent, in order, and its end."""
+
+    def __init__(self) -> None:
+        self._queue: asyncio.Queue[prefill_pb2.PrefillResponse | Fault | None] = asyncio.Queue()
+
+    def put(self, item: prefill_pb2.PrefillResponse | Fault | None) -> None:
+        """A message, the fault that ends the call, or None for its end with OK."""
+        self._queue.put_nowait(item)
+
+    async def next(self) -> prefill_pb2.PrefillResponse | None:
+        """The next message; None at the end. Raises the fault that ends the call."""
+        item = await self._queue.get()
+        if isinstance(item, Fault):
+            raise item
+        return item
+
+
+class PrefillRuntime:
+    """Runs a machine on the loop that makes it. `listeners` hear of every change of state."""
+
+    def __init__(
+        self,
+        machine: PrefillMachine,
+        engine: Engine,
+        config: PrefillConfig,
+        clock: Clock,
+        spans: PrefillSpans,
+        set_ready: Callable[[bool, str], None],
+    ) -> None:
+        self.machine = machine
+        self.drained = asyncio.Event()
+        self.listeners: list[Callable[[act.Changed], None]] = []
+        self._engine = engine
+        self._config = config
+        self._clock = clock
+        self._spans = spans
+        self._set_ready = set_ready
+        self._loop = asyncio.get_running_loop()
+        self._engine_thread = ThreadPoolExecutor(1, "pd-engine")
+        self._bulk: BulkSender | None = None
+        self._numbers = count(1)
+        self._calls: dict[int, CallOutbox] = {}
+        self._peers: dict[str, DecodePeer] = {}
+        self._shards: dict[str, set[str]] = {}
+        self._closing: set[asyncio.Task[None]] = set()
+        self._pending: deque[ev.Event] = deque()
+        self._feeding = False
+        self._step: asyncio.Task[None] | None = None
+        self._wake: asyncio.TimerHandle | None = None
+
+    def connect(self, bulk: BulkSender) -> None:
+        """Give it the bulk side."""
+        self._bulk = bulk
+
+    # --- what comes in -------------------------------------------------------------------------
+
+    def open_call(
+        self, request: prefill_pb2.PrefillRequest, budget_s: float, context: Context
+    ) -> tuple[int, CallOutbox]:
+        """A Prefill call; the caller reports its end."""
+        call, outbox = next(self._numbers), CallOutbox()
+        self._calls[call] = outbox
+        event = ev.PrefillCalled(call, request, budget_s)
+        self._spans.called(event, context)
+        self.feed(event)
+        return call, outbox
+
+    def close_call(self, call: int) -> None:
+        """A Prefill call is gone; after its end that changes nothing."""
+        del self._calls[call]
+        self.feed(ev.PrefillCallEnded(call))
+
+    def feed(self, event: ev.Event) -> None:
+        """Let something happen; on the control loop."""
+        self._pending.append(event)
+        if self._feeding:
+            return
+        self._feeding = True
+        try:
+            while self._pending:
+                now = self._clock.now()
+                event = self._pending.popleft()
+                self._trace(event, now)
+                self._perform(self.machine.handle(event, now), now)
+        finally:
+            self._feeding = False
+        self._rearm()
+
+    def feed_from_thread(self, event: ev.Event) -> None:
+        """Let something happen; from any thread. Nothing happens once the loop has ended."""
+        if not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(self.feed, event)
+
+    async def stop(self) -> None:
+        """Say goodbye to every D, wait for the step that runs, end the engine thread."""
+        now = self._clock.now()
+        self._perform(self.machine.leave(now), now)
+        if self._wake is not None:
+            self._wake.cancel()
+        if self._step is not None:
+            await self._step
+        await asyncio.to_thread(self._engine_thread.shutdown)
+        for endpoint in list(self._peers):
+            self._forget(endpoint)
+        while self._closing:
+            await asyncio.wait(list(self._closing))
+        if self._wake is not None:
+            self._wake.cancel()
+
+    # --- what goes out -------------------------------------------------------------------------
+
+    def _perform(self, actions: Sequence[act.Action], now: float) -> None:
+        for action in actions:
+            if isinstance(action, act.Emit | act.FinishCall | act.FailCall):
+                self._to_caller(action, now)
+            elif isinstance(action, act.OpenSession | act.SendOnSession | act.CloseSession):
+                self._to_session(action)
+            elif isinstance(action, act.SendAllocate):
+                metadata = self._spans.allocate(action, now)
+                self._peer(action.endpoint).allocate(action, metadata)
+            elif isinstance(action, act.CancelAllocate):
+                for peer in self._peers.values():
+                    peer.cancel_allocate(action)
+            elif isinstance(action, act.SendFirstToken):
+                metadata = self._spans.first_token(action, now)
+                self._peer(action.endpoint).send_first_token(action, metadata)
+            elif isinstance(action, act.SendRelease):
+                self._release(action)
+            elif isinstance(action, act.ForgetDecode):
+                self._forget(action.endpoint)
+            elif isinstance(action, act.OpenTransfer | act.CloseTransfer):
+                self._to_bulk(action, now)
+            elif isinstance(action, act.RunStep):
+                self._step = self._loop.create_task(self._run_step(action))
+            elif isinstance(action, act.Changed):
+                self._note(action, now)
+            else:
+                self._note_health(action)
+
+    def _to_caller(self, action: act.Emit | act.FinishCall | act.FailCall, now: float) -> None:
+        if isinstance(action, act.FailCall):
+            self._spans.refused(action.call, action.fault, now)
+        outbox = self._calls.get(action.call)
+        if outbox is None:
+            return
+        if isinstance(action, act.Emit):
+            outbox.put(action.response)
+        else:
+            outbox.put(action.fault if isinstance(action, act.FailCall) else None)
+
+    def _to_session(self, action: act.OpenSession | act.SendOnSession | act.CloseSession) -> None:
+        peer = self._peer(action.endpoint)
+        if isinstance(action, act.OpenSession):
+            peer.open_session(action)
+        elif isinstance(action, act.SendOnSession):
+            peer.send(action)
+        else:
+            peer.close_session(action)
+
+    def _to_bulk(self, action: act.OpenTransfer | act.CloseTransfer, now: float) -> None:
+        assert self._bulk is not None
+        if isinstance(action, act.OpenTransfer):
+            self._shards.setdefault(action.decode, set()).add(action.endpoint)
+            self._bulk.open(action, self._spans.transfer(action, now))
+        else:
+            self._bulk.close(action.key, action.shard)
+
+    def _note(self, change: act.Changed, now: float) -> None:
+        self._spans.changed(change, now)
+        for listener in self.listeners:
+            listener(change)
+        if change.fault is not None:
+            extra = {"transfer_id": change.key.transfer_id, "attempt": change.key.attempt}
+            log.warning("%s %s: %s", change.key, change.after.name, change.fault, extra=extra)
+
+    def _note_health(
+        self, action: act.EngineStuck | act.EngineAlive | act.Superseded | act.Drained
+    ) -> None:
+        if isinstance(action, act.Drained):
+            self.drained.set()
+        elif isinstance(action, act.EngineAlive):
+            if not self.machine.draining:
+                self._set_ready(True, "")
+        else:
+            log.error("not ready: %s", action.fault)
+            self._set_ready(False, action.fault.message)
+
+    def _peer(self, endpoint: str) -> DecodePeer:
+        peer = self._peers.get(endpoint)
+        if peer is None:
+            peer = self._peers[endpoint] = DecodePeer(endpoint, self._config, self.feed)
+        return peer
+
+    def _release(self, release: act.SendRelease) -> None:
+        peer = self._peers.get(release.endpoint)
+        if peer is None:
+            # P has nothing else to do with this D any more: a connection for this call alone.
+            peer = DecodePeer(release.endpoint, self._config, self.feed)
+            peer.release(release)
+            self._close(peer)
+        else:
+            peer.release(release)
+
+    def _forget(self, endpoint: str) -> None:
+        """Close what reaches a D, once what is under way there has ended."""
+        peer = self._peers.pop(endpoint, None)
+        if peer is not None:
+            self._close(peer)
+        assert self._bulk is not None
+        for shard in self._shards.pop(endpoint, ()):
+            self._bulk.forget(shard)
+
+    def _close(self, peer: DecodePeer) -> None:
+        task = self._loop.create_task(peer.close())
+        self._closing.add(task)
+        task.add_done_callback(self._closing.discard)
+
+    # --- the engine ----------------------------------------------------------------------------
+
+    async def _run_step(self, run: act.RunStep) -> None:
+        event: ev.Event
+        try:
+            results = await self._loop.run_in_executor(self._engine_thread, self._compute, run)
+            event = ev.StepDone(run.step, results)
+        except EngineFault as error:
+            event = ev.StepFailed(run.step, str(error))
+        except Exception as error:  # whatever a model raises fails this step alone
+            log.exception("the engine raised")
+            event = ev.StepFailed(run.step, f"{type(error).__name__} in the engine")
+        self._spans.computed(run, self._clock.now())
+        self._step = None
+        self.feed(event)
+
+    def _compute(self, run: act.RunStep) -> list[Sampled | None]:
+        """One step, on the engine thread; each layer is sent while the next one is computed."""
+        bulk = self._bulk
+        assert bulk is not None
+        computed = [
+            (key, chunk.start + len(chunk.token_ids))
+            for key, chunk in zip(run.keys, run.chunks, strict=True)
+        ]
+        return self._engine.prefill(
+            run.chunks, lambda group, layer: bulk.layer_ready(computed, group, layer)
+        )
+
+    # --- time ----------------------------------------------------------------------------------
+
+    def _trace(self, event: ev.Event, now: float) -> None:
+        if isinstance(event, ev.AllocateAnswered):
+            self._spans.allocated(event, now)
+        elif isinstance(event, ev.KvAcked):
+            self._spans.acked(event, now)
+        elif isinstance(event, ev.TransferCompleted):
+            self._spans.sent(event, now)
+        elif isinstance(event, ev.FirstTokenAnswered):
+            self._spans.first_token_answered(event, now)
+
+    def _rearm(self) -> None:
+        if self._wake is not None:
+            self._wake.cancel()
+            self._wake = None
+        at = self.machine.next_wake()
+        if at is not None:
+            self._wake = self._loop.call_later(max(0.0, at - self._clock.now()), self._tick)
+
+    def _tick(self) -> None:
+        self._wake = None
+        now = self._clock.now()
+        self._perform(self.machine.tick(now), now)
+        self._rearm()

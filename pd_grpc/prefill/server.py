@@ -1,0 +1,151 @@
+"""A whole P in one process: control loop, bulk thread, engine thread."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+
+import grpc.aio
+from opentelemetry.sdk.trace import TracerProvider
+
+from pd_grpc.blocks.pool import BlockPool
+from pd_grpc.engine.base import Engine
+from pd_grpc.prefill.admin import PrefillView
+from pd_grpc.prefill.bulk import BulkSender
+from pd_grpc.prefill.machine import PrefillMachine
+from pd_grpc.prefill.runtime import PrefillRuntime
+from pd_grpc.prefill.service import PrefillInference, PrefillService
+from pd_grpc.prefill.spans import PrefillSpans
+from pd_grpc.prefill.validation import ModelLimits
+from pd_grpc.protocol import rpc
+from pd_grpc.protocol.admin import AdminService, ChangeFeed
+from pd_grpc.protocol.clock import Clock, SystemClock
+from pd_grpc.protocol.config import PrefillConfig
+from pd_grpc.protocol.messages import layout_to_proto
+from pd_grpc.protocol.refs import mint_epoch
+from pd_grpc.protocol.serving import ControlServer
+from pd_grpc.telemetry.tracing import Tracing
+from pd_grpc.transport.inline_sender import InlineTransport
+from pd_grpc.v1 import (
+    admin_pb2_grpc,
+    inference_pb2,
+    inference_pb2_grpc,
+    prefill_pb2_grpc,
+    types_pb2,
+)
+
+SERVICES = (
+    "pd_grpc.v1.PrefillService",
+    "pd_grpc.v1.InferenceService",
+    "pd_grpc.v1.AdminService",
+)
+
+
+@dataclass
+class PrefillServer:
+    """A running P. To be stopped on the loop that started it."""
+
+    instance: types_pb2.Instance
+    pool: BlockPool
+    machine: PrefillMachine
+    control: ControlServer
+    bulk: BulkSender
+    runtime: PrefillRuntime
+    view: PrefillView
+    changes: ChangeFeed
+    engine: Engine
+
+    @property
+    def name(self) -> str:
+        """Stable name of the instance."""
+        return self.instance.name
+
+    @property
+    def endpoint(self) -> str:
+        """host:port of the control endpoint."""
+        return self.control.endpoint
+
+    def drain(self, deadline_s: float | None = None) -> int:
+        """Take nothing new; returns what is in flight. `drained` tells when that has ended."""
+        return self.view.drain(deadline_s)
+
+    async def drained(self) -> None:
+        """Wait until a drain has nothing left to finish."""
+        await self.runtime.drained.wait()
+
+    async def stop(self) -> None:
+        """End everything now: calls, streams, threads. Returns when every block is back."""
+        self.changes.close()
+        await self.control.stop(0)
+        await self.runtime.stop()
+        await asyncio.to_thread(self.bulk.stop)
+        self.engine.close()
+
+
+async def start_prefill(
+    config: PrefillConfig,
+    engine: Engine,
+    *,
+    clock: Clock | None = None,
+    tracer_provider: TracerProvider | None = None,
+) -> PrefillServer:
+    """Start a P over an engine on the running loop. PortInUse when its port is taken."""
+    clock = clock or SystemClock()
+    control = ControlServer(config, "prefill", SERVICES)
+    control.bind()
+    instance = types_pb2.Instance(
+        name=control.name, epoch=mint_epoch(clock), role=types_pb2.ROLE_PREFILL
+    )
+    pool = BlockPool(engine.memory.num_blocks)
+    machine = PrefillMachine(config, instance, model_limits(engine), pool, engine.tokenizer())
+    tracing = Tracing(clock, instance.name, "prefill", tracer_provider)
+    runtime = PrefillRuntime(
+        machine, engine, config, clock, PrefillSpans(tracing), control.set_ready
+    )
+    transport = InlineTransport(engine.memory, lambda endpoint: _bulk_channel(endpoint, config))
+    bulk = BulkSender(engine.layout, transport, config.chunk_bytes, clock, runtime.feed_from_thread)
+    bulk.start()
+    runtime.connect(bulk)
+    changes = ChangeFeed()
+    view = PrefillView(config, engine.name, runtime, control, clock, changes)
+    runtime.listeners.append(view.changed)
+    prefill_pb2_grpc.add_PrefillServiceServicer_to_server(
+        PrefillService(runtime, config), control.server
+    )
+    inference_pb2_grpc.add_InferenceServiceServicer_to_server(
+        PrefillInference(model_info(engine)), control.server
+    )
+    admin_pb2_grpc.add_AdminServiceServicer_to_server(AdminService(view, changes), control.server)
+    await control.start()
+    await asyncio.to_thread(engine.warm_up)
+    control.set_ready(True)
+    return PrefillServer(instance, pool, machine, control, bulk, runtime, view, changes, engine)
+
+
+def model_info(engine: Engine) -> inference_pb2.GetModelInfoResponse:
+    """What is served, from the engine."""
+    return inference_pb2.GetModelInfoResponse(
+        model=engine.name,
+        tokenizer=engine.name,
+        max_model_len=engine.max_model_len,
+        vocab_size=engine.vocab_size,
+        eos_token_ids=sorted(engine.eos_token_ids),
+        layout=layout_to_proto(engine.layout),
+        features=sorted(engine.features),
+    )
+
+
+def model_limits(engine: Engine) -> ModelLimits:
+    """What the engine can take."""
+    return ModelLimits(
+        layout=engine.layout,
+        vocab_size=engine.vocab_size,
+        max_model_len=engine.max_model_len,
+        num_blocks=engine.memory.num_blocks,
+        features=frozenset(engine.features),
+        eos_token_ids=frozenset(engine.eos_token_ids),
+    )
+
+
+def _bulk_channel(endpoint: str, config: PrefillConfig) -> grpc.aio.Channel:
+    return rpc.aio_channel(endpoint, config, config, compression=grpc.Compression.NoCompression)

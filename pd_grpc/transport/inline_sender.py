@@ -1,0 +1,163 @@
+"""P's half of the inline transport: KV as bytes inside the chunks of a Transfer stream."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterable, Sequence
+
+import google_crc32c
+import grpc.aio
+
+from pd_grpc.engine.base import KvMemory
+from pd_grpc.protocol import rpc
+from pd_grpc.protocol.faults import Code, TransportFault
+from pd_grpc.transport.base import SendStream, SendTransport, Slab, StreamListener
+from pd_grpc.v1 import decode_pb2, layout_pb2, transfer_pb2, transfer_pb2_grpc
+
+
+class InlineTransport(SendTransport):
+    """Streams to any endpoint, one connection for each. To be used on one loop."""
+
+    kind = layout_pb2.TRANSPORT_INLINE
+
+    def __init__(self, memory: KvMemory, make_channel: Callable[[str], grpc.aio.Channel]) -> None:
+        self._memory = memory
+        self._make_channel = make_channel
+        self._channels: dict[str, grpc.aio.Channel] = {}
+        self._closing: set[asyncio.Task[None]] = set()
+
+    def offers(self, welcome: decode_pb2.Welcome) -> bool:
+        """Anywhere gRPC goes."""
+        return True
+
+    def open(
+        self,
+        endpoint: str,
+        message: transfer_pb2.TransferOpen,
+        listener: StreamListener,
+        timeout_s: float,
+        metadata: Sequence[tuple[str, str]],
+    ) -> SendStream:
+        """See `SendTransport.open`."""
+        channel = self._channels.get(endpoint)
+        if channel is None:
+            channel = self._channels[endpoint] = self._make_channel(endpoint)
+        stub = transfer_pb2_grpc.TransferServiceStub(channel)
+        call = stub.Transfer(timeout=timeout_s, metadata=tuple(metadata))
+        return InlineStream(call, message, listener, self._memory)
+
+    def forget(self, endpoint: str) -> None:
+        """Close the connection, if there is one."""
+        channel = self._channels.pop(endpoint, None)
+        if channel is not None:
+            task = asyncio.create_task(channel.close(None))
+            self._closing.add(task)
+            task.add_done_callback(self._closing.discard)
+
+    async def stop(self) -> None:
+        """Close every connection."""
+        for endpoint in list(self._channels):
+            self.forget(endpoint)
+        await asyncio.gather(*self._closing)
+
+
+class InlineStream(SendStream):
+    """One Transfer call."""
+
+    def __init__(
+        self,
+        call: grpc.aio.StreamStreamCall[
+            transfer_pb2.TransferRequest, transfer_pb2.TransferResponse
+        ],
+        message: transfer_pb2.TransferOpen,
+        listener: StreamListener,
+        memory: KvMemory,
+    ) -> None:
+        self._call = call
+        self._listener = listener
+        self._memory = memory
+        self._ended = False
+        self._reader = asyncio.create_task(self._converse(message), name="pd-transfer")
+
+    async def write(self, slab: Slab, blocks: Sequence[int]) -> bool:
+        """See `SendStream.write`."""
+        if self._ended:
+            return False
+        payload = b"".join(self._memory.read(blocks, slab.group, slab.layer, slab.layers))
+        chunk = transfer_pb2.KvChunk(
+            group=slab.group,
+            layer_start=slab.layer,
+            layer_count=slab.layers,
+            block_start=slab.block,
+            block_count=slab.blocks,
+            crc32c=google_crc32c.value(payload),
+            payload=payload,
+        )
+        return await self._send(transfer_pb2.TransferRequest(chunk=chunk))
+
+    async def end(self, chunks: int, payload_bytes: int) -> bool:
+        """See `SendStream.end`."""
+        end = transfer_pb2.TransferEnd(chunks=chunks, bytes=payload_bytes)
+        return await self._send(transfer_pb2.TransferRequest(end=end))
+
+    async def finished(self) -> None:
+        """See `SendStream.finished`."""
+        await asyncio.wait([self._reader])
+
+    async def close(self) -> None:
+        """Cancel the call. Nothing of ours lands in D's memory after its stream has gone."""
+        self._ended = True
+        self._call.cancel()
+        await asyncio.wait([self._reader])
+
+    async def _send(self, message: transfer_pb2.TransferRequest) -> bool:
+        """Write unless the call has ended; why it has is the reader's to tell."""
+        try:
+            if not self._ended:
+                await self._call.write(message)
+        except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
+            return False
+        except asyncio.CancelledError:
+            # grpc raises it when the call was cancelled, and cancels the call when the task is.
+            if not self._call.cancelled():
+                raise
+            return False
+        return not self._ended
+
+    async def _converse(self, message: transfer_pb2.TransferOpen) -> None:
+        await self._send(transfer_pb2.TransferRequest(open=message))
+        try:
+            async for response in self._call:
+                if not self._ended:
+                    self._hear(response)
+            fault = TransportFault(Code.UNAVAILABLE, "the stream ended before it was complete")
+        except grpc.aio.AioRpcError as error:
+            read = rpc.read_error(error)
+            if not self._ended:
+                self._ended = True
+                self._listener.broken(read)
+            return
+        except asyncio.CancelledError:
+            if not self._call.cancelled():
+                raise
+            fault = TransportFault(Code.CANCELLED, "the stream was cancelled")
+        if not self._ended:
+            self._ended = True
+            self._listener.broken(fault)
+
+    def _hear(self, response: transfer_pb2.TransferResponse) -> None:
+        kind = response.WhichOneof("message")
+        if kind == "opened":
+            opened = response.opened
+            self._listener.opened(_slabs(opened.verified), opened.window_bytes)
+        elif kind == "ack":
+            self._listener.acked(_slabs(response.ack.ranges), response.ack.accepted_bytes)
+        elif kind == "completed":
+            self._ended = True
+            self._listener.completed()
+
+
+def _slabs(ranges: Iterable[transfer_pb2.KvRange]) -> list[Slab]:
+    return [
+        Slab(r.group, r.layer_start, r.layer_count, r.block_start, r.block_count) for r in ranges
+    ]

@@ -1,0 +1,29 @@
+"""The prefill server: read the configuration, load the engine, serve."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import Sequence
+
+from opentelemetry.sdk.trace import TracerProvider
+
+from pd_grpc.engine.load import load_engine
+from pd_grpc.prefill.server import PrefillServer, start_prefill
+from pd_grpc.protocol.config import PrefillConfig
+from pd_grpc.servers import process
+
+
+def main(argv: Sequence[str]) -> int:
+    """Serve until told to stop; returns the exit status, see `process.run`."""
+    return process.run("prefill", PrefillConfig, argv, start)
+
+
+async def start(config: PrefillConfig, provider: TracerProvider | None) -> PrefillServer:
+    """A P over the configured engine. ModelError when it cannot be loaded."""
+    engine = await asyncio.to_thread(load_engine, config, process.progress)
+    return await start_prefill(config, engine, tracer_provider=provider)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
