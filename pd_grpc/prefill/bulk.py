@@ -142,7 +142,8 @@ class BulkSender:
         await self._transport.stop()
 
     def _post(self, function: Callable[..., object], *args: Any) -> None:
-        self._loop.call_soon_threadsafe(function, *args)
+        if not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(function, *args)
 
     def _run(self) -> None:
         asyncio.set_event_loop(self._loop)

@@ -274,7 +274,9 @@ class PrefillMachine:
 
     def _drain(self, deadline_s: float, now: float) -> None:
         self.draining = True
-        if not self._drained:
+        if deadline_s <= 0:
+            self._end_drain(now)
+        elif not self._drained:
             self.requests.timers.set(_DRAIN, now + deadline_s)
 
     def _end_drain(self, now: float) -> None:

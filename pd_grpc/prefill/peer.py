@@ -158,6 +158,11 @@ class DecodePeer:
         """Give a transfer back; once more if the connection was lost."""
         self._spawn(self._release(release))
 
+    async def calls_done(self) -> None:
+        """Wait until D has answered every SendFirstToken and Release, or their time is over."""
+        while self._calls:
+            await asyncio.wait(list(self._calls))
+
     async def close(self) -> None:
         """Let calls under way end, then close the connections."""
         for future in list(self._allocates.values()):

@@ -120,21 +120,24 @@ class PrefillRuntime:
         if not self._loop.is_closed():
             self._loop.call_soon_threadsafe(self.feed, event)
 
-    async def stop(self) -> None:
-        """Say goodbye to every D, wait for the step that runs, end the engine thread."""
-        now = self._clock.now()
-        self._perform(self.machine.leave(now), now)
-        if self._wake is not None:
-            self._wake.cancel()
+    async def leave(self) -> None:
+        """Say goodbye to every D once it has heard of every release. Nothing is in flight."""
         if self._step is not None:
             await self._step
+        for peer in list(self._peers.values()):
+            await peer.calls_done()
+        now = self._clock.now()
+        self._perform(self.machine.leave(now), now)
+
+    async def stop(self) -> None:
+        """Close what reaches the Ds, and end the engine thread. The machine is fed no more."""
+        if self._wake is not None:
+            self._wake.cancel()
         await asyncio.to_thread(self._engine_thread.shutdown)
         for endpoint in list(self._peers):
             self._forget(endpoint)
         while self._closing:
             await asyncio.wait(list(self._closing))
-        if self._wake is not None:
-            self._wake.cancel()
 
     # --- what goes out -------------------------------------------------------------------------
 

@@ -40,6 +40,9 @@ SERVICES = (
     "pd_grpc.v1.AdminService",
 )
 
+LAST_WORDS_S = 0.5
+"""How long a stopping server waits for its callers to take the status it ends them with."""
+
 
 @dataclass
 class PrefillServer:
@@ -76,9 +79,11 @@ class PrefillServer:
     async def stop(self) -> None:
         """End everything now: calls, streams, threads. Returns when every block is back."""
         self.changes.close()
-        await self.control.stop(0)
-        await self.runtime.stop()
+        self.drain(0)
+        await self.control.stop(LAST_WORDS_S)
+        await self.runtime.leave()
         await asyncio.to_thread(self.bulk.stop)
+        await self.runtime.stop()
         self.engine.close()
 
 
