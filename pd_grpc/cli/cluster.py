@@ -75,7 +75,7 @@ class ClusterPlan:
         return self.decode + (0 if self.aggregated else self.prefill)
 
 
-@dataclass
+@dataclass(eq=False)
 class LocalInstance:
     """One server process. `endpoint` is known once it is ready."""
 
@@ -227,21 +227,17 @@ class LocalCluster:
 
     def _until_ready(self, instances: Sequence[LocalInstance]) -> None:
         deadline = time.monotonic() + self._plan.start_s
-        told: list[LocalInstance] = []
-        names = ""
-        while True:
-            for instance in instances:
-                if instance.endpoint and instance not in told:
-                    told.append(instance)
-                    self._on_progress(f"{instance.name} is ready at {instance.endpoint}")
-            waiting = [i for i in instances if not i.endpoint]
-            if not waiting:
-                return
-            if names != (names := ", ".join(i.name for i in waiting)):
-                self._on_progress(f"waiting for {names}")
-            if not self._read(deadline - time.monotonic()):
-                text = f"{names} not ready within {self._plan.start_s:g} s"
-                raise ClusterError(f"{text}\n{waiting[0].tail()}")
+        waiting = list(instances)
+        while waiting:
+            names = ", ".join(instance.name for instance in waiting)
+            self._on_progress(f"waiting for {names}")
+            while not any(instance.endpoint for instance in waiting):
+                if not self._read(deadline - time.monotonic()):
+                    text = f"{names} not ready within {self._plan.start_s:g} s"
+                    raise ClusterError(f"{text}\n{waiting[0].tail()}")
+            for instance in [i for i in waiting if i.endpoint]:
+                self._on_progress(f"{instance.name} is ready at {instance.endpoint}")
+                waiting.remove(instance)
 
     def _until_serving(self, router: LocalInstance) -> None:
         """Wait on the router's own health until it has found its instances."""

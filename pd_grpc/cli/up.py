@@ -99,7 +99,8 @@ def up(
         flags=(*common, *_flags(knobs)),
         router_flags=tuple(common),
     )
-    signal.signal(signal.SIGTERM, _stop)
+    for signum in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(signum, _stop)
     try:
         with contextlib.ExitStack() as stack:
             with progress("starting") as tell:

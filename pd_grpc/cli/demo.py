@@ -1,0 +1,94 @@
+"""`make demo`: one router, one prefill and one decode server answer a few questions."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import sys
+from types import FrameType
+
+from pd_grpc.cli.cluster import ClusterError, ClusterPlan, LocalCluster
+from pd_grpc.cli.console import describe, progress, say_error, stdout
+from pd_grpc.cli.waterfall import time_to_first_token_ms, waterfall
+from pd_grpc.client import Answer, Client, Fault, TransportFault
+
+MUST_HOLD = ("What is the capital of France?", "Paris")
+OTHERS = (
+    "Name three colours of the rainbow.",
+    "Why is the sky blue? Answer in one sentence.",
+)
+_MAX_TOKENS = 64
+_DEADLINE_S = 120.0
+_INTERRUPTED = 130
+
+
+def main() -> int:
+    """Run the demonstration; returns the exit status, 0 when the answers are right."""
+    for signum in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(signum, _interrupt)
+    try:
+        with contextlib.ExitStack() as stack:
+            with progress("starting 1 router, 1 prefill and 1 decode server") as tell:
+                cluster = stack.enter_context(LocalCluster(ClusterPlan(), tell))
+            for name, pid in cluster.processes.items():
+                stdout.print(f"{name}: process {pid}")
+            client = stack.enter_context(Client(cluster.router_endpoint))
+            question, expected = MUST_HOLD
+            answer = ask(client, question)
+            for other in OTHERS:
+                ask(client, other)
+            show(question, answer)
+            if expected not in answer.text:
+                say_error(f"the answer to {question!r} does not contain {expected!r}")
+                return 1
+            return 0
+    except ClusterError as error:
+        say_error(str(error))
+        return 1
+    except (Fault, TransportFault) as error:
+        say_error(describe(error, cluster.router_endpoint))
+        return 1
+    except KeyboardInterrupt:
+        return _INTERRUPTED
+
+
+def ask(client: Client, question: str) -> Answer:
+    """Ask and stream the answer to the terminal."""
+    stdout.print(f"\n[bold]{question}[/]")
+    answer = Answer()
+    with client.generate(
+        messages=[("user", question)],
+        max_tokens=_MAX_TOKENS,
+        temperature=0,
+        timeout_s=_DEADLINE_S,
+    ) as generation:
+        for chunk in generation:
+            answer.add(chunk)
+            print(chunk.text, end="", flush=True)
+    print(flush=True)
+    return answer
+
+
+def show(question: str, answer: Answer) -> None:
+    """Where the time of one request went."""
+    end = answer.end
+    assert end is not None, "an answer without a last message ends with an error"
+    first, total = time_to_first_token_ms(end.timings_ms), end.timings_ms["total"]
+    stdout.print(f"\n[bold]Where the time of {question!r} went[/]")
+    stdout.print(
+        f"prefilled by {end.prefill_instance} ({end.prompt_tokens} tokens), "
+        f"decoded by {end.decode_instance} ({end.completion_tokens} tokens)"
+    )
+    stdout.print(waterfall(end.timings_ms))
+    stdout.print(f"first token after {first:.1f} ms, whole answer after {total:.1f} ms")
+    if end.completion_tokens > 1 and total > first:
+        rate = (end.completion_tokens - 1) / (total - first) * 1000
+        stdout.print(f"{rate:.1f} tokens a second after the first")
+
+
+def _interrupt(signum: int, frame: FrameType | None) -> None:
+    raise KeyboardInterrupt
+
+
+if __name__ == "__main__":
+    sys.exit(main())
