@@ -26,12 +26,6 @@ class Leases:
         self.start(grant_id, now)
         return True
 
-    def cap(self, grant_id: str, until: float) -> None:
-        """Let a grant end at `until` at the latest unless it is renewed."""
-        at = self._ends.at(grant_id)
-        if at is not None and until < at:
-            self._ends.set(grant_id, until)
-
     def end(self, grant_id: str) -> None:
         """Forget a grant."""
         self._ends.cancel(grant_id)

@@ -9,14 +9,13 @@ from pd_grpc.decode.checks import (
     Limits,
     check_generate,
     check_handoff,
-    draining,
     legs_differ,
     unlike,
 )
 from pd_grpc.decode.events import GenerateCalled, GenerateCallEnded
 from pd_grpc.decode.handoff import HandOff
 from pd_grpc.decode.ledger import Ledger
-from pd_grpc.decode.reservations import QueueFull
+from pd_grpc.decode.reservations import RETRY_AFTER_S, QueueFull
 from pd_grpc.decode.states import DecodeState
 from pd_grpc.decode.transfer import ClientLeg, Ended, Transfer, usage_of
 from pd_grpc.engine.base import Tokenizer
@@ -85,8 +84,9 @@ class ClientDesk:
         if transfer is not None and transfer.client is not None:
             raise Fault(Reason.DUPLICATE_TRANSFER, f"{key} has a client already")
         if transfer is None:
-            if ledger.draining:
-                raise draining()
+            closed = ledger.closed()
+            if closed is not None:
+                raise closed
             transfer = ledger.create(key, DecodeState.EXPECTED, event.budget_s)
         transfer.client = client
         transfer.request_id = event.request.request_id or transfer.request_id
@@ -113,8 +113,9 @@ class ClientDesk:
 
     def _begin(self, event: GenerateCalled, sampling: Sampling) -> None:
         ledger, request = self._ledger, event.request
-        if ledger.draining:
-            raise draining()
+        closed = ledger.closed()
+        if closed is not None:
+            raise closed
         known = self._local_requests.get(request.request_id)
         if request.request_id and known in ledger.transfers:
             text = f"request {request.request_id} is in flight"
@@ -133,8 +134,13 @@ class ClientDesk:
             )
         except QueueFull:
             text = f"{ledger.config.allocate_queue} requests wait for blocks already"
-            quota = Quota(needed, ledger.pool.free)
-            ledger.end(transfer, DecodeState.FAILED, Fault(Reason.QUEUE_FULL, text, quota=quota))
+            fault = Fault(
+                Reason.QUEUE_FULL,
+                text,
+                retry_after_s=RETRY_AFTER_S,
+                quota=Quota(needed, ledger.pool.free),
+            )
+            ledger.end(transfer, DecodeState.FAILED, fault)
             return
         if holding is None:
             ledger.move(transfer, DecodeState.WAITING)

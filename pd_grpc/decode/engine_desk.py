@@ -24,7 +24,6 @@ class EngineDesk:
         self._handoff = handoff
         self._plan: StepPlan | None = None
         self._steps = 0
-        self._stuck = False
 
     @property
     def idle(self) -> bool:
@@ -72,12 +71,15 @@ class EngineDesk:
     def stuck(self) -> None:
         """The step has not returned: say so, and fail what waits for the engine."""
         ledger = self._ledger
-        self._stuck = True
-        text = f"the engine made no progress for {ledger.config.no_progress_s:g} s"
-        ledger.act(SetReady(False, text))
+        if ledger.stuck is None:
+            text = f"the engine made no progress for {ledger.config.no_progress_s:g} s"
+            ledger.stuck = Fault(Reason.ENGINE_STUCK, text)
+            ledger.act(SetReady(False, text))
         for transfer in list(ledger.transfers.values()):
             if transfer.handed_off or transfer.local:
-                ledger.end(transfer, DecodeState.FAILED, Fault(Reason.ENGINE_STUCK, text))
+                ledger.end(transfer, DecodeState.FAILED, ledger.stuck)
+        # What is handed over from now on waits as long.
+        ledger.timers.set(STEP_TIMER, ledger.now + ledger.config.no_progress_s)
 
     def _finish_step(self, step: int) -> StepPlan | None:
         ledger, plan = self._ledger, self._plan
@@ -89,9 +91,10 @@ class EngineDesk:
         ledger.timers.cancel(STEP_TIMER)
         for grant_id in plan.prefill_grants + plan.decode_grants:
             ledger.stopped_writing(grant_id, ENGINE)
-        if self._stuck:
-            self._stuck = False
-            ledger.act(SetReady(True, ""))
+        if ledger.stuck is not None:
+            ledger.stuck = None
+            if not ledger.draining:
+                ledger.act(SetReady(True, ""))
         return plan
 
     def _prefilled(self, transfer: Transfer, chunk: PrefillChunk, sampled: Sampled | None) -> None:

@@ -158,6 +158,11 @@ class DrainRequested:
     deadline_s: float
 
 
+@dataclass(frozen=True)
+class Leaving:
+    """D is about to stop: nothing can go on."""
+
+
 Event: TypeAlias = (
     HelloReceived
     | HeartbeatReceived
@@ -178,4 +183,5 @@ Event: TypeAlias = (
     | StepFailed
     | OperatorReleased
     | DrainRequested
+    | Leaving
 )

@@ -51,13 +51,13 @@ class HandOff:
         finish = finish_of(first.finish_reason)
         if finish is not None and transfer.client is None:
             self._finish_unseen(transfer, finish)
-        elif not self._show_first(transfer):
+        elif not self._show_first(transfer, tell_prefill=False):
             self._try(transfer)
 
     def attached(self, transfer: Transfer) -> None:
         """The client's leg has come."""
         self._ledger.timers.cancel((transfer.grant_id, "attach"))
-        if transfer.first is None or not self._show_first(transfer):
+        if transfer.first is None or not self._show_first(transfer, tell_prefill=True):
             self._try(transfer)
 
     def nobody_came(self, transfer: Transfer) -> None:
@@ -70,7 +70,14 @@ class HandOff:
         """READY, and no first token in time."""
         self._ledger.end(transfer, DecodeState.FAILED, stage_deadline("first_token"))
 
-    def push(self, transfer: Transfer, token: TokenOut, finish: Finish | None = None) -> bool:
+    def push(
+        self,
+        transfer: Transfer,
+        token: TokenOut,
+        finish: Finish | None = None,
+        *,
+        tell_prefill: bool = True,
+    ) -> bool:
         """Count a token of output and show it; True when the answer ends with it. `finish` is
         another's word that it does."""
         assert transfer.client is not None
@@ -80,20 +87,22 @@ class HandOff:
         if finish is None:
             self._ledger.emit(transfer)
             return False
-        self._ledger.end(transfer, DecodeState.FINISHED, finish=finish)
+        self._ledger.end(transfer, DecodeState.FINISHED, finish=finish, tell_prefill=tell_prefill)
         return True
 
-    def _show_first(self, transfer: Transfer) -> bool:
+    def _show_first(self, transfer: Transfer, *, tell_prefill: bool) -> bool:
         """True when the first token was also the last."""
         first = transfer.first
         if first is None or transfer.client is None or transfer.output:
             return False
-        return self.push(transfer, token_out(first), finish_of(first.finish_reason))
+        finish = finish_of(first.finish_reason)
+        return self.push(transfer, token_out(first), finish, tell_prefill=tell_prefill)
 
     def _finish_unseen(self, transfer: Transfer, finish: Finish) -> None:
         assert transfer.first is not None and transfer.prefill is not None
         kept = Undelivered(token_out(transfer.first), finish, transfer.prefill.request)
-        self._ledger.end(transfer, DecodeState.FINISHED, undelivered=kept)
+        # P hears it as the answer to its call.
+        self._ledger.end(transfer, DecodeState.FINISHED, tell_prefill=False, undelivered=kept)
 
     def _try(self, transfer: Transfer) -> None:
         ledger = self._ledger
@@ -102,6 +111,9 @@ class HandOff:
         if not transfer.handed_off:
             transfer.handed_off_at = ledger.now
             ledger.leases.end(transfer.grant_id)
+        if transfer.client is not None:
+            # From here on the client's time alone counts.
+            ledger.set_budget(transfer, transfer.client.until)
         if transfer.client is not None and transfer.state is DecodeState.READY:
             ledger.move(transfer, DecodeState.DECODING)
             ledger.scheduler.run(transfer)

@@ -20,6 +20,7 @@ from pd_grpc.decode.actions import (
     Refuse,
     SessionSend,
 )
+from pd_grpc.decode.checks import draining
 from pd_grpc.decode.reservations import Reservations
 from pd_grpc.decode.scheduler import Scheduler
 from pd_grpc.decode.sessions import Sessions
@@ -68,6 +69,7 @@ class Ledger:
         self.late_events = 0
         self.ended: dict[DecodeState, int] = {}
         self.draining = False
+        self.stuck: Fault | None = None
         self._decode_epoch = decode_epoch
         self._by_key: dict[TransferKey, str] = {}
         self._attempts: dict[str, int] = {}
@@ -80,6 +82,10 @@ class Ledger:
     def late(self) -> None:
         """Count an event that came too late or twice and changed nothing."""
         self.late_events += 1
+
+    def closed(self) -> Fault | None:
+        """Why nothing new is taken; None when it is."""
+        return draining() if self.draining else self.stuck
 
     def of_key(self, key: TransferKey) -> Transfer | None:
         """The live transfer of a key."""
@@ -136,8 +142,12 @@ class Ledger:
 
     def narrow_budget(self, transfer: Transfer, budget_s: float) -> None:
         """A request's time only shrinks."""
-        transfer.budget_until = min(transfer.budget_until, self.now + budget_s)
-        self.timers.set((transfer.grant_id, "budget"), transfer.budget_until)
+        self.set_budget(transfer, min(transfer.budget_until, self.now + budget_s))
+
+    def set_budget(self, transfer: Transfer, until: float) -> None:
+        """End it at `until` at the latest."""
+        transfer.budget_until = until
+        self.timers.set((transfer.grant_id, "budget"), until)
 
     def grant(self, transfer: Transfer, holding: Holding | None) -> None:
         """Give a transfer its blocks; KV may come from now on."""
@@ -168,7 +178,8 @@ class Ledger:
         stays. `fault` is None only for a complete answer or a plain release."""
         self.move(transfer, state, fault)
         self.ended[state] = self.ended.get(state, 0) + 1
-        if tell_prefill and not transfer.handed_off:
+        asking = transfer.prefill is not None and transfer.prefill.calls
+        if tell_prefill and not transfer.handed_off and not asking:
             self._tell_prefill(transfer, fault)
         self._answer_allocates(transfer, fault)
         self._end_client(transfer, fault, finish)

@@ -22,7 +22,7 @@ from pd_grpc.decode.ledger import RECEIVER, Ledger
 from pd_grpc.decode.prefill_desk import PrefillDesk
 from pd_grpc.decode.session_desk import SessionDesk
 from pd_grpc.decode.sessions import Offer, Sessions
-from pd_grpc.decode.states import STAGES, DecodeState
+from pd_grpc.decode.states import DecodeState
 from pd_grpc.decode.transfer import Transfer
 from pd_grpc.engine.base import Tokenizer
 from pd_grpc.protocol.config import DecodeConfig
@@ -93,6 +93,7 @@ class DecodeMachine:
             ev.StepFailed: self._engine.failed,
             ev.OperatorReleased: self._operator_released,
             ev.DrainRequested: self._drain,
+            ev.Leaving: self._leave,
         }
 
     def handle(self, event: ev.Event, now: float) -> list[Action]:
@@ -154,7 +155,7 @@ class DecodeMachine:
 
     def _fire_for(self, transfer: Transfer, what: str) -> None:
         if what == "budget":
-            fault = stage_deadline(STAGES[transfer.state])
+            fault = stage_deadline(transfer.stage)
             self.ledger.end(transfer, DecodeState.FAILED, fault)
         elif what == "max_wait":
             self._prefill.waited_long_enough(transfer)
@@ -224,6 +225,12 @@ class DecodeMachine:
         for session in ledger.sessions.live():
             assert session.stream is not None
             ledger.act(SessionSend(session.stream, decode_pb2.SessionResponse(drain=drain)))
+        self._prefill.drain()
+
+    def _leave(self, event: ev.Leaving) -> None:
+        self.ledger.draining = True
+        self._drain_is_over()
+        self._sessions.leave()
 
     def _drain_is_over(self) -> None:
         for transfer in list(self.ledger.transfers.values()):

@@ -12,18 +12,23 @@ from pd_grpc.decode.events import (
 )
 from pd_grpc.decode.handoff import HandOff
 from pd_grpc.decode.ledger import Ledger
-from pd_grpc.decode.reservations import QueueFull
+from pd_grpc.decode.reservations import RETRY_AFTER_S, QueueFull
 from pd_grpc.decode.sessions import Session
 from pd_grpc.decode.states import DecodeState
-from pd_grpc.decode.transfer import Ended, PrefillLeg, Transfer
-from pd_grpc.protocol.faults import Fault, Quota, Reason, TransportFault, bad_request, read_status
+from pd_grpc.decode.transfer import PrefillLeg, Transfer
+from pd_grpc.protocol.faults import (
+    Fault,
+    Quota,
+    Reason,
+    TransportFault,
+    bad_request,
+    read_status,
+    stage_deadline,
+)
 from pd_grpc.protocol.messages import duration, seconds
-from pd_grpc.protocol.refs import TransferKey, key_of
+from pd_grpc.protocol.refs import key_of
 from pd_grpc.protocol.sampling import FieldError
 from pd_grpc.v1 import decode_pb2, layout_pb2, types_pb2
-
-RETRY_AFTER_S = 0.25
-"""What a refused P is told to wait; a step or a few, after which blocks may have come back."""
 
 
 class PrefillDesk:
@@ -67,7 +72,16 @@ class PrefillDesk:
         """max_wait is over: refuse, and tell when to try again."""
         assert transfer.prefill is not None
         needed = self._limits.blocks_for(transfer.prefill.request.prompt_tokens + 1)
-        fault = no_blocks(needed, self._ledger.pool.free)
+        self._refuse_waiting(transfer, no_blocks(needed, self._ledger.pool.free))
+
+    def drain(self) -> None:
+        """Those that wait for blocks do better elsewhere."""
+        for transfer in list(self._ledger.transfers.values()):
+            if transfer.prefill is not None and transfer.state is DecodeState.WAITING:
+                self._refuse_waiting(transfer, draining())
+
+    def _refuse_waiting(self, transfer: Transfer, fault: Fault) -> None:
+        assert transfer.prefill is not None
         for call in transfer.prefill.calls:
             self._ledger.calls.pop(call, None)
             self._ledger.act(Refuse(call, fault))
@@ -101,17 +115,23 @@ class PrefillDesk:
             raise Fault(Reason.RELEASED, f"{key} has ended")
         transfer = ledger.of_key(key)
         body = body_of(request)
-        if transfer is not None and transfer.prefill is not None:
+        if transfer is not None:
             self._owned(transfer, session)
+        closed = ledger.closed()
+        if transfer is not None and transfer.prefill is not None:
             if transfer.prefill.body != body:
                 text = f"{key} is in flight with another request body"
                 raise Fault(Reason.DUPLICATE_TRANSFER, text)
             if transfer.prefill.response is not None:
                 ledger.act(Answer(call, transfer.prefill.response))
                 return
-        elif ledger.draining:
-            raise draining()
-        budget = seconds(request.budget) or ledger.config.request_budget_s
+        elif closed is not None:
+            raise closed
+        budget = ledger.config.request_budget_s
+        if request.HasField("budget"):
+            budget = seconds(request.budget)
+        if budget <= 0:
+            raise stage_deadline("allocate")
         if transfer is None:
             transfer = ledger.create(key, DecodeState.EXPECTED, budget)
         else:
@@ -200,6 +220,8 @@ class PrefillDesk:
         return answer
 
     def _owned(self, transfer: Transfer, session: Session) -> None:
+        if transfer.local:
+            raise Fault(Reason.NOT_OWNER, f"{transfer.key} belongs to no prefill")
         if transfer.owner is not None and transfer.owner != session.owner:
             text = f"{transfer.key} belongs to prefill {transfer.owner.name}"
             raise Fault(Reason.NOT_OWNER, text, {"owner": transfer.owner.name})
@@ -232,7 +254,7 @@ class PrefillDesk:
         ended = ledger.tombstones.get(key, ledger.now)
         if ended is not None:
             ledger.late()
-            return _recorded(key, ended)
+            return ended.state.wire
         transfer = ledger.of_key(key)
         if transfer is None or transfer.prefill is None:
             raise Fault(Reason.UNKNOWN_TRANSFER, f"{key} is unknown here")
@@ -249,7 +271,13 @@ class PrefillDesk:
         if len(request.tokens) != 1:
             raise bad_request([FieldError("tokens", "must have exactly one")])
         token = request.tokens[0]
+        if token.sibling:
+            feature = {"feature": "tokens[0].sibling"}
+            raise Fault(Reason.FEATURE, "tokens[0].sibling is not supported", feature)
         wrong = []
+        if token.finish_reason not in types_pb2.FinishReason.values():
+            limit = f"{token.finish_reason} is no reason"
+            wrong.append(FieldError("tokens[0].finish_reason", limit))
         if token.token_id >= self._limits.vocab_size:
             limit = f"ids are below {self._limits.vocab_size}"
             wrong.append(FieldError("tokens[0].token_id", limit))
@@ -277,9 +305,9 @@ class PrefillDesk:
         if transfer is None:
             # It overtook its Allocate: remember it, so that the Allocate is refused.
             transfer = ledger.create(key, DecodeState.EXPECTED, ledger.config.request_budget_s)
-        elif transfer.handed_off:
-            return transfer.state.wire
         self._owned(transfer, session)
+        if transfer.handed_off:
+            return transfer.state.wire
         state = DecodeState.RELEASED if fault is None else DecodeState.FAILED
         ledger.end(transfer, state, fault, tell_prefill=False)
         return state.wire
@@ -298,12 +326,6 @@ def no_blocks(needed: int, free: int) -> Fault:
     """No blocks within max_wait."""
     text = f"{needed} blocks needed, {free} free, and others wait or max_wait is over"
     return Fault(Reason.NO_BLOCKS, text, retry_after_s=RETRY_AFTER_S, quota=Quota(needed, free))
-
-
-def _recorded(key: TransferKey, ended: Ended) -> types_pb2.TransferState:
-    if ended.state is DecodeState.EXPIRED:
-        raise Fault(Reason.LEASE_EXPIRED, f"the lease of {key} has ended; its blocks are gone")
-    return ended.state.wire
 
 
 def _as_fault(cause: Fault | TransportFault | None) -> Fault | None:

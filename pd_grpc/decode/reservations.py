@@ -6,6 +6,9 @@ from collections import OrderedDict
 
 from pd_grpc.blocks.pool import BlockPool, BlockState, Holding, NoBlocks
 
+RETRY_AFTER_S = 0.25
+"""What one that is refused is told to wait; a step or a few, after which blocks may be back."""
+
 
 class QueueFull(Exception):
     """As many wait already as may."""

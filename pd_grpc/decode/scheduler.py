@@ -60,8 +60,9 @@ class Scheduler:
     def plan(self, step: int) -> StepPlan | None:
         """The next step; None when nothing can run."""
         self._resume()
-        chunks = self._chunks()
+        # Slots first: to make room for one, a younger request's re-prefill may be put off.
         slots = self._slots()
+        chunks = self._chunks()
         if not chunks and not slots:
             return None
         return StepPlan(
@@ -119,9 +120,7 @@ class Scheduler:
             if transfer.grant_id not in self._running or not self._make_room(transfer):
                 continue
             chosen.append((transfer, self._slot_of(transfer)))
-        # One chosen early may have been preempted for one chosen later only if it was younger;
-        # `_make_room` prefers the youngest, so what is left here still holds its blocks.
-        return [(t, slot) for t, slot in chosen if t.grant_id in self._running]
+        return chosen
 
     def _slot_of(self, transfer: Transfer) -> DecodeSlot:
         assert transfer.holding is not None
@@ -140,7 +139,8 @@ class Scheduler:
 
     def _make_room(self, transfer: Transfer) -> bool:
         """See that its blocks cover one more token, preempting the youngest as often as needed;
-        False when it was itself the youngest."""
+        False when it was itself the youngest. So the oldest always goes on, and one that has its
+        slot in this step, being older, keeps it."""
         holding = transfer.holding
         assert holding is not None
         needed = _blocks(transfer.kv_tokens + 1, self._config.block_size)
@@ -148,7 +148,8 @@ class Scheduler:
             try:
                 holding.grow(needed - len(holding.blocks))
             except NoBlocks:
-                victim = list(_by_handoff(self._running.values()))[-1]
+                again = (t for t in self._prefilling.values() if t.state is DecodeState.PREEMPTED)
+                victim = _by_handoff([*self._running.values(), *again])[-1]
                 self._put_off(victim)
                 if victim is transfer:
                     return False
@@ -159,9 +160,10 @@ class Scheduler:
         victim.holding.release()
         victim.holding = None
         victim.kv_tokens = 0
-        del self._running[victim.grant_id]
+        self.drop(victim)
         self._preempted[victim.grant_id] = victim
-        self._preempt(victim)
+        if victim.state is not DecodeState.PREEMPTED:
+            self._preempt(victim)
 
 
 def _blocks(tokens: int, block_size: int) -> int:
@@ -173,4 +175,8 @@ def _oldest_first(transfers: Iterable[Transfer]) -> list[Transfer]:
 
 
 def _by_handoff(transfers: Iterable[Transfer]) -> list[Transfer]:
-    return sorted(transfers, key=lambda t: (t.handed_off_at or t.created, t.created))
+    def age(transfer: Transfer) -> tuple[float, float]:
+        assert transfer.handed_off_at is not None
+        return transfer.handed_off_at, transfer.created
+
+    return sorted(transfers, key=age)

@@ -27,7 +27,9 @@ class SessionDesk:
     def hello(self, event: HelloReceived) -> None:
         """Take a P in, or end its stream with what is wrong."""
         ledger = self._ledger
-        if ledger.draining:
+        instance = event.hello.instance
+        known = ledger.sessions.of_owner(Owner(instance.name, instance.epoch))
+        if ledger.draining and known is None:
             ledger.act(SessionEnd(event.stream, draining()))
             return
         try:
@@ -98,6 +100,17 @@ class SessionDesk:
         if session.stream is None:
             self._ledger.sessions.forget(session)
             self._lose(session.owner, "its session broke and did not come back")
+
+    def leave(self) -> None:
+        """Say goodbye to every P, for D leaves on purpose."""
+        goodbye = decode_pb2.Goodbye(reason="this decode instance stops")
+        for session in self._ledger.sessions.live():
+            assert session.stream is not None
+            self._quiet(session.stream)
+            message = decode_pb2.SessionResponse(goodbye=goodbye)
+            self._ledger.act(SessionSend(session.stream, message))
+            self._ledger.act(SessionEnd(session.stream, None))
+            self._ledger.sessions.forget(session)
 
     def _expect_heartbeat(self, stream: int) -> None:
         at = self._ledger.now + 2 * self._ledger.config.heartbeat_s

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -13,6 +14,10 @@ from pd_grpc.protocol.messages import duration, layout_from_proto, layout_to_pro
 from pd_grpc.protocol.refs import name_errors
 from pd_grpc.protocol.sampling import FieldError
 from pd_grpc.v1 import decode_pb2, layout_pb2, types_pb2
+
+HASH_ALGORITHM = "sha256-128-chain"
+NAMES_REMEMBERED = 4096
+"""Ps whose greatest epoch is known, the latest seen of them."""
 
 
 @dataclass
@@ -55,6 +60,7 @@ class Sessions:
     def __init__(self, offer: Offer) -> None:
         self._offer = offer
         self._by_name: dict[str, Session] = {}
+        self._newest: OrderedDict[str, int] = OrderedDict()
         self._by_id: dict[str, Session] = {}
         self._by_stream: dict[int, Session] = {}
 
@@ -62,13 +68,15 @@ class Sessions:
         """Take a P in. Fault when it is malformed, meant for another, stale or unlike us."""
         self._check(hello)
         owner = Owner(hello.instance.name, hello.instance.epoch)
-        known = self._by_name.get(owner.name)
-        if known is not None and known.owner.epoch > owner.epoch:
+        newest = self._newest.get(owner.name, 0)
+        if newest > owner.epoch:
             raise Fault(
                 Reason.STALE_EPOCH,
                 f"prefill {owner.name} has a newer process",
-                {"epoch": str(owner.epoch), "newest": str(known.owner.epoch)},
+                {"epoch": str(owner.epoch), "newest": str(newest)},
             )
+        self._remember(owner)
+        known = self._by_name.get(owner.name)
         session = Session(session_id, owner, stream)
         if known is not None:
             self.forget(known)
@@ -121,6 +129,13 @@ class Sessions:
         """Every session with a stream."""
         return list(self._by_stream.values())
 
+    def _remember(self, owner: Owner) -> None:
+        """A process that was replaced must not come back once its successor is gone too."""
+        self._newest[owner.name] = owner.epoch
+        self._newest.move_to_end(owner.name)
+        while len(self._newest) > NAMES_REMEMBERED:
+            self._newest.popitem(last=False)
+
     def _check(self, hello: decode_pb2.Hello) -> None:
         wrong = name_errors(hello.instance.name, "hello.instance.name", required=True)
         if hello.instance.epoch == 0:
@@ -137,7 +152,7 @@ class Sessions:
                 {"meant": hello.decode_name, "here": ours.name},
             )
         self._check_layouts(hello.layouts)
-        _check_transport_and_ranks(hello)
+        _check_means(hello)
 
     def _check_layouts(self, offered: Sequence[layout_pb2.KvLayout]) -> None:
         differences = []
@@ -184,9 +199,11 @@ def _check_built(theirs: KvLayout) -> None:
             )
 
 
-def _check_transport_and_ranks(hello: decode_pb2.Hello) -> None:
+def _check_means(hello: decode_pb2.Hello) -> None:
+    if hello.hash_algorithm not in ("", HASH_ALGORITHM):
+        raise _mismatch("hash_algorithm", HASH_ALGORITHM, hello.hash_algorithm)
     if hello.transports and layout_pb2.TRANSPORT_INLINE not in hello.transports:
-        names = ", ".join(layout_pb2.Transport.Name(t) for t in hello.transports)
+        names = ", ".join(transport_name(t) for t in hello.transports)
         raise _mismatch("transports", "TRANSPORT_INLINE", names)
     if len(hello.shards) > 1:
         raise _mismatch("shards", "1", str(len(hello.shards)))
@@ -194,6 +211,13 @@ def _check_transport_and_ranks(hello: decode_pb2.Hello) -> None:
         for name in ("tp_size", "pp_size", "cp_size", "dp_size"):
             if getattr(shard, name) > 1:
                 raise _mismatch(f"shards[0].{name}", "1", str(getattr(shard, name)))
+
+
+def transport_name(transport: layout_pb2.Transport) -> str:
+    """For people; one that this version does not know by its number."""
+    if transport in layout_pb2.Transport.values():
+        return layout_pb2.Transport.Name(transport)
+    return str(transport)
 
 
 def _mismatch(field: str, ours: str, theirs: str) -> Fault:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from pd_grpc.blocks.pool import Holding
 from pd_grpc.decode.actions import TokenOut
-from pd_grpc.decode.states import DecodeState
+from pd_grpc.decode.states import STAGES, DecodeState
 from pd_grpc.engine.stopping import Finish, StopRule
 from pd_grpc.protocol.faults import Fault
 from pd_grpc.protocol.refs import TransferKey
@@ -77,6 +77,15 @@ class Transfer:
     def handed_off(self) -> bool:
         """Whether D owns it: it holds the verified KV and the first token."""
         return self.handed_off_at is not None
+
+    @property
+    def stage(self) -> str:
+        """What it is doing, in the words of STAGE_DEADLINE."""
+        if self.local and self.state in (DecodeState.RESERVED, DecodeState.RECEIVING):
+            return "prefill"
+        if self.state is DecodeState.READY and self.first is not None:
+            return "attach"
+        return STAGES[self.state]
 
     @property
     def tokens(self) -> list[int]:

@@ -38,10 +38,6 @@ class Tombstones(Generic[R]):
         entry = self._records.get(key)
         return None if entry is None else entry[1]
 
-    def replace(self, key: TransferKey, record: R) -> None:
-        """Change what is remembered of a transfer that is remembered."""
-        self._records[key] = (self._records[key][0], record)
-
     def newest(self, transfer_id: str, now: float) -> int:
         """The greatest attempt remembered of a transfer; 0 for none."""
         self._forget_old(now)
