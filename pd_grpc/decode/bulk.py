@@ -13,6 +13,7 @@ from itertools import count
 from typing import Any
 
 import grpc.aio
+from google.protobuf.message import DecodeError
 
 from pd_grpc.decode import events as ev
 from pd_grpc.decode.receiver import Action, EndStream, Receiver, Respond
@@ -86,20 +87,24 @@ class BulkServer(transfer_pb2_grpc.TransferServiceServicer):
         outbox: asyncio.Queue[Action] = asyncio.Queue()
         self._outboxes[stream] = outbox
         self._receiver.stream_began(stream)
-        reader = asyncio.create_task(self._read(stream, request_iterator, outbox))
+        reader = asyncio.create_task(self._read(stream, request_iterator))
+        # However the reading ends, the writing ends after it.
+        reader.add_done_callback(lambda _: outbox.put_nowait(EndStream(stream, None)))
         try:
             await self._write(outbox, context)
         finally:
             del self._outboxes[stream]
             reader.cancel()
+            await asyncio.wait([reader])
             self._receiver.stream_ended(stream)
 
-    async def _read(self, stream: int, requests: Any, outbox: asyncio.Queue[Action]) -> None:
+    async def _read(self, stream: int, requests: Any) -> None:
         message: transfer_pb2.TransferRequest
-        async for message in requests:
-            self._perform(self._receiver.message(stream, message, self._clock.now()))
-        # No end has come, or the writer would have closed the call: the peer is gone.
-        outbox.put_nowait(EndStream(stream, None))
+        try:
+            async for message in requests:
+                self._perform(self._receiver.message(stream, message, self._clock.now()))
+        except DecodeError:
+            self._perform(self._receiver.garbled(stream))
 
     async def _write(self, outbox: asyncio.Queue[Action], context: Context) -> None:
         while True:

@@ -15,6 +15,7 @@ from typing import TypeAlias
 import google_crc32c
 
 from pd_grpc.decode import events as ev
+from pd_grpc.decode.sessions import transport_name
 from pd_grpc.engine.base import KvMemory
 from pd_grpc.protocol.config import DecodeConfig
 from pd_grpc.protocol.faults import Code, Fault, Reason, bad_request
@@ -149,6 +150,13 @@ class Receiver:
         except Fault as fault:
             return self._fail(stream, state, fault)
 
+    def garbled(self, stream: int) -> list[Action]:
+        """What came on a stream is no message."""
+        state = self._streams.get(stream)
+        if state is None:
+            return []
+        return self._fail(stream, state, bad_request([FieldError("message", "is no protobuf")]))
+
     def tick(self, now: float) -> list[Action]:
         """End the streams whose grant never came."""
         actions: list[Action] = []
@@ -175,8 +183,12 @@ class Receiver:
             layout_pb2.TRANSPORT_UNSPECIFIED,
             layout_pb2.TRANSPORT_INLINE,
         ):
-            name = layout_pb2.Transport.Name(message.transport)
+            name = transport_name(message.transport)
             raise Fault(Reason.FEATURE, f"{name} is not supported", {"feature": name})
+        sizes = (getattr(message.sender, f"{kind}_size") for kind in ("tp", "pp", "cp", "dp"))
+        if max(sizes) > 1:
+            text = "a prefill of several ranks is not supported"
+            raise Fault(Reason.FEATURE, text, {"feature": "open.sender"})
         if message.shard_index != 0:
             raise bad_request([FieldError("open.shard_index", "must be 0: there is one shard")])
         state.wanted = message
@@ -219,13 +231,16 @@ class Receiver:
         if google_crc32c.value(chunk.payload) != chunk.crc32c:
             raise _corrupt(chunk)
         first, end = chunk.block_start, chunk.block_start + chunk.block_count
-        self._memory.write(
-            grant.blocks[first:end], chunk.group, chunk.layer_start, chunk.layer_count, payload
-        )
-        for layer in range(chunk.layer_start, chunk.layer_start + chunk.layer_count):
-            row = grant.verified[chunk.group][layer]
-            grant.missing -= row.count(0, first, end)
-            row[first:end] = b"\1" * chunk.block_count
+        rows = grant.verified[chunk.group][chunk.layer_start :][: chunk.layer_count]
+        lacking = sum(row.count(0, first, end) for row in rows)
+        # What is verified is never written again: D may be decoding from it.
+        if lacking:
+            self._memory.write(
+                grant.blocks[first:end], chunk.group, chunk.layer_start, chunk.layer_count, payload
+            )
+            grant.missing -= lacking
+            for row in rows:
+                row[first:end] = b"\1" * chunk.block_count
         state.chunks += 1
         state.bytes += payload.nbytes
         ack = transfer_pb2.TransferAck(accepted_bytes=state.bytes)
@@ -288,8 +303,6 @@ class Receiver:
             )
         if wrong:
             raise bad_request(wrong)
-        if grant.completed:
-            raise Fault(Reason.WRONG_STATE, "the KV is complete", {"state": "completed"})
 
     def _verified(self, grant: _Grant) -> list[transfer_pb2.KvRange]:
         found = []

@@ -6,14 +6,16 @@ import asyncio
 from typing import Any
 
 import grpc.aio
+from google.protobuf.message import DecodeError
 
 from pd_grpc.decode import events as ev
 from pd_grpc.decode.outbox import SessionOutbox
 from pd_grpc.decode.runtime import DecodeRuntime
 from pd_grpc.protocol import rpc
 from pd_grpc.protocol.config import Timeouts
-from pd_grpc.protocol.faults import Fault, Reason
+from pd_grpc.protocol.faults import Fault, Reason, bad_request
 from pd_grpc.protocol.messages import duration, seconds
+from pd_grpc.protocol.sampling import FieldError
 from pd_grpc.telemetry.tracing import extract
 from pd_grpc.v1 import decode_pb2, decode_pb2_grpc, inference_pb2, inference_pb2_grpc
 
@@ -47,14 +49,17 @@ class DecodeService(decode_pb2_grpc.DecodeServiceServicer):
 
     async def _read(self, stream: int, requests: Any) -> None:
         message: decode_pb2.SessionRequest
-        async for message in requests:
-            kind = message.WhichOneof("message")
-            if kind == "heartbeat":
-                self._runtime.feed(ev.HeartbeatReceived(stream, message.heartbeat))
-            elif kind == "goodbye":
-                self._runtime.feed(ev.GoodbyeReceived(stream))
-            elif kind == "hello":
-                raise _out_of_order("hello came twice")
+        try:
+            async for message in requests:
+                kind = message.WhichOneof("message")
+                if kind == "heartbeat":
+                    self._runtime.feed(ev.HeartbeatReceived(stream, message.heartbeat))
+                elif kind == "goodbye":
+                    self._runtime.feed(ev.GoodbyeReceived(stream))
+                elif kind == "hello":
+                    raise _out_of_order("hello came twice")
+        except DecodeError:
+            raise bad_request([FieldError("message", "is no protobuf")]) from None
 
     async def Allocate(
         self, request: decode_pb2.AllocateRequest, context: Context

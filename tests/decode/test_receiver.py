@@ -1,0 +1,449 @@
+"""The receiving half of `inline` without sockets: what is taken, what is refused, what is told."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import google_crc32c
+import pytest
+
+from pd_grpc.decode import events as ev
+from pd_grpc.decode.receiver import Action, EndStream, Receiver, Respond
+from pd_grpc.engine.memory import HostKvMemory
+from pd_grpc.protocol.config import DecodeConfig
+from pd_grpc.protocol.faults import Code, Fault, Reason
+from pd_grpc.protocol.layout import GroupKind, KvGroup, KvLayout, Plane, PlaneKind
+from pd_grpc.protocol.refs import TransferKey
+from pd_grpc.v1 import layout_pb2, transfer_pb2, types_pb2
+
+EPOCH = 5
+KEY = TransferKey("t", 1)
+PLANES = (Plane(PlaneKind.K, "uint8", 1, 4), Plane(PlaneKind.V, "uint8", 1, 4))
+LAYOUT = KvLayout(
+    model="m",
+    positions="p",
+    block_size=2,
+    groups=(KvGroup(GroupKind.FULL, 3, PLANES), KvGroup(GroupKind.FULL, 1, PLANES)),
+)
+LAYER = LAYOUT.layer_bytes(0)
+TABLE = [6, 2, 4]
+"""Physical blocks of the grant, logical order; the last one is not wanted."""
+WANTED = 2
+
+
+class Shard:
+    """A receiver with one grant, and what came of it."""
+
+    def __init__(self, grant: bool = True) -> None:
+        self.buffer = bytearray(8 * LAYOUT.block_bytes)
+        self.config = DecodeConfig(send_window_bytes=12345)
+        memory = HostKvMemory(self.buffer, LAYOUT)
+        self.receiver = Receiver(self.config, LAYOUT, memory, EPOCH)
+        self.now = 100.0
+        self.events: list[ev.Event] = []
+        self.responses: dict[int, list[transfer_pb2.TransferResponse]] = {}
+        self.ends: dict[int, Fault | None] = {}
+        self.streams = 0
+        if grant:
+            self.grant()
+
+    def grant(self) -> None:
+        self.note(self.receiver.open_grant("g", KEY, TABLE, WANTED))
+
+    def close(self, fault: Fault) -> None:
+        self.note(self.receiver.close_grant("g", fault))
+
+    def stream(self, **fields: Any) -> int:
+        """A stream begins and opens."""
+        self.streams += 1
+        self.receiver.stream_began(self.streams)
+        self.responses[self.streams] = []
+        ref = types_pb2.TransferRef(transfer_id="t", attempt=1, decode_epoch=EPOCH)
+        message = transfer_pb2.TransferOpen(**{"ref": ref, "grant_id": "g", **fields})
+        self.send(self.streams, transfer_pb2.TransferRequest(open=message))
+        return self.streams
+
+    def chunk(
+        self, stream: int, blocks: tuple[int, int], layers: tuple[int, int], **fields: Any
+    ) -> bytes:
+        """Blocks [start, count] of layers [start, count] of group 0, or of `group`."""
+        payload = bytes(
+            (7 * i + 31 * blocks[0] + 3 * layers[0]) % 256
+            for i in range(blocks[1] * layers[1] * LAYER)
+        )
+        values = {
+            "block_start": blocks[0],
+            "block_count": blocks[1],
+            "layer_start": layers[0],
+            "layer_count": layers[1],
+            "payload": payload,
+            "crc32c": google_crc32c.value(payload),
+        }
+        message = transfer_pb2.KvChunk(**{**values, **fields})
+        self.send(stream, transfer_pb2.TransferRequest(chunk=message))
+        return payload
+
+    def everything(self, stream: int) -> None:
+        self.chunk(stream, (0, 2), (0, 3))
+        self.chunk(stream, (0, 2), (0, 1), group=1)
+
+    def end(self, stream: int, chunks: int, size: int) -> None:
+        end = transfer_pb2.TransferEnd(chunks=chunks, bytes=size)
+        self.send(stream, transfer_pb2.TransferRequest(end=end))
+
+    def send(self, stream: int, message: transfer_pb2.TransferRequest) -> None:
+        self.note(self.receiver.message(stream, message, self.now))
+
+    def gone(self, stream: int) -> None:
+        self.receiver.stream_ended(stream)
+
+    def advance(self, seconds: float) -> None:
+        self.now += seconds
+        self.note(self.receiver.tick(self.now))
+
+    def note(self, actions: Sequence[Action]) -> None:
+        for action in actions:
+            if isinstance(action, Respond):
+                assert action.stream not in self.ends, "nothing follows the end"
+                self.responses[action.stream].append(action.message)
+            elif isinstance(action, EndStream):
+                assert action.stream not in self.ends
+                self.ends[action.stream] = action.fault
+            else:
+                self.events.append(action)
+
+    def stored(self, block: int, group: int, layer: int) -> bytes:
+        at = TABLE[block] * LAYOUT.block_bytes + LAYOUT.layer_offset(group, layer)
+        return bytes(self.buffer[at : at + LAYOUT.layer_bytes(group)])
+
+    def verified(self, stream: int) -> list[tuple[int, int, int, int]]:
+        opened = self.responses[stream][0].opened
+        assert all(r.layer_count == 1 for r in opened.verified)
+        return [(r.group, r.layer_start, r.block_start, r.block_count) for r in opened.verified]
+
+    def fault(self, stream: int) -> Fault:
+        fault = self.ends[stream]
+        assert fault is not None
+        return fault
+
+    def told(self) -> Fault:
+        """What D's machine was told of a failure."""
+        (failed,) = [e for e in self.events if isinstance(e, ev.ReceiveFailed)]
+        return failed.fault
+
+
+def range_of(group: int, layers: tuple[int, int], blocks: tuple[int, int]) -> transfer_pb2.KvRange:
+    return transfer_pb2.KvRange(
+        group=group,
+        layer_start=layers[0],
+        layer_count=layers[1],
+        block_start=blocks[0],
+        block_count=blocks[1],
+    )
+
+
+def test_kv_comes_in_is_acknowledged_and_completes() -> None:
+    shard = Shard()
+    stream = shard.stream()
+    opened = shard.responses[stream][0].opened
+    assert not opened.verified and opened.window_bytes == 12345
+    payload = shard.chunk(stream, (0, 2), (0, 3))
+    shard.chunk(stream, (0, 2), (0, 1), group=1)
+    ack = shard.responses[stream][1].ack
+    assert list(ack.ranges) == [range_of(0, (0, 3), (0, 2))]
+    assert ack.accepted_bytes == 6 * LAYER
+    assert shard.responses[stream][2].ack.accepted_bytes == 8 * LAYER
+    assert shard.stored(1, 0, 2) == payload[5 * LAYER :], "block, then layer"
+    shard.end(stream, 2, 8 * LAYER)
+    completed = shard.responses[stream][-1].completed
+    assert (completed.chunks, completed.bytes) == (2, 8 * LAYER)
+    assert shard.ends == {stream: None}
+    assert shard.events == [
+        ev.ReceiveStarted("g"),
+        ev.ReceiveProgress("g", 6 * LAYER),
+        ev.ReceiveProgress("g", 2 * LAYER),
+        ev.ReceiveCompleted("g"),
+    ]
+
+
+def test_only_the_blocks_granted_are_written() -> None:
+    shard = Shard()
+    stream = shard.stream()
+    shard.everything(stream)
+    for block in set(range(8)) - {TABLE[0], TABLE[1]}:
+        at = block * LAYOUT.block_bytes
+        assert not any(shard.buffer[at : at + LAYOUT.block_bytes])
+
+
+@pytest.mark.parametrize(
+    ("field", "change"),
+    [
+        ("chunk.group", {"group": 2}),
+        ("chunk.layer_start", {"layer_start": 3}),
+        ("chunk.layer_start", {"layer_count": 4}),
+        ("chunk.layer_start", {"layer_count": 0}),
+        ("chunk.layer_start", {"layer_start": 2**32 - 1}),
+        ("chunk.block_start", {"block_start": 2}),
+        ("chunk.block_start", {"block_count": 3}),
+        ("chunk.block_start", {"block_count": 0}),
+        ("chunk.block_start", {"block_start": 2**32 - 1}),
+        ("chunk.payload", {"payload": b"short"}),
+        ("chunk.payload", {"payload": b""}),
+    ],
+)
+def test_a_chunk_out_of_bounds_is_refused_and_fails_the_transfer(
+    field: str, change: dict[str, Any]
+) -> None:
+    shard = Shard()
+    stream = shard.stream()
+    shard.chunk(stream, (0, 1), (0, 1), **change)
+    fault = shard.fault(stream)
+    assert fault.reason is Reason.BAD_REQUEST and fault.code is Code.INVALID_ARGUMENT
+    assert field in [wrong.field for wrong in fault.fields]
+    assert shard.told().code is Code.INTERNAL, "a client did nothing wrong"
+    assert not any(shard.buffer)
+
+
+def test_a_wrong_checksum_names_layers_and_blocks_and_is_not_written() -> None:
+    shard = Shard()
+    stream = shard.stream()
+    shard.chunk(stream, (0, 2), (1, 2), crc32c=1)
+    fault = shard.fault(stream)
+    assert fault.reason is Reason.KV_CORRUPT and fault.code is Code.DATA_LOSS
+    assert fault.metadata == {"group": "0", "layers": "[1, 3)", "blocks": "[0, 2)"}
+    assert shard.told().reason is Reason.KV_CORRUPT
+    assert not any(shard.buffer)
+
+
+def test_a_descriptor_is_refused_as_not_built() -> None:
+    shard = Shard()
+    stream = shard.stream()
+    descriptor = layout_pb2.MemoryDescriptor(kind=layout_pb2.TRANSPORT_SHM)
+    shard.chunk(stream, (0, 1), (0, 1), descriptor=descriptor, payload=b"", crc32c=0)
+    assert shard.fault(stream).reason is Reason.FEATURE
+
+
+def test_the_same_range_again_is_acknowledged_and_never_written_twice() -> None:
+    shard = Shard()
+    stream = shard.stream()
+    first = shard.chunk(stream, (0, 1), (0, 1))
+    shard.buffer[TABLE[0] * LAYOUT.block_bytes] ^= 0xFF
+    changed = shard.stored(0, 0, 0)
+    shard.chunk(stream, (0, 1), (0, 1))
+    assert shard.stored(0, 0, 0) == changed != first
+    assert len(shard.responses[stream]) == 3
+    assert shard.responses[stream][2].ack.accepted_bytes == 2 * LAYER
+
+
+def test_a_range_again_after_all_is_complete_is_acknowledged() -> None:
+    shard = Shard()
+    stream = shard.stream()
+    shard.everything(stream)
+    shard.end(stream, 2, 8 * LAYER)
+    again = shard.stream()
+    shard.chunk(again, (0, 1), (0, 1))
+    assert shard.responses[again][1].ack.accepted_bytes == LAYER
+    shard.end(again, 1, LAYER)
+    assert shard.ends[again] is None
+    assert shard.events.count(ev.ReceiveCompleted("g")) == 1
+
+
+def test_a_reopened_stream_is_told_what_is_there_and_sends_the_rest() -> None:
+    shard = Shard()
+    stream = shard.stream()
+    shard.chunk(stream, (1, 1), (0, 2))
+    shard.chunk(stream, (0, 1), (1, 1))
+    shard.gone(stream)
+    again = shard.stream()
+    assert shard.verified(again) == [(0, 0, 1, 1), (0, 1, 0, 2)]
+    shard.chunk(again, (0, 1), (0, 1))
+    shard.chunk(again, (0, 2), (2, 1))
+    shard.chunk(again, (0, 2), (0, 1), group=1)
+    shard.end(again, 3, 5 * LAYER)
+    assert shard.ends[again] is None
+    assert shard.events[-1] == ev.ReceiveCompleted("g")
+    assert shard.events.count(ev.ReceiveStarted("g")) == 1
+
+
+def test_a_stream_whose_completion_was_lost_may_ask_again() -> None:
+    shard = Shard()
+    stream = shard.stream()
+    shard.everything(stream)
+    shard.end(stream, 2, 8 * LAYER)
+    again = shard.stream()
+    assert len(shard.verified(again)) == 4
+    shard.end(again, 0, 0)
+    assert shard.responses[again][-1].HasField("completed")
+    assert shard.ends[again] is None
+
+
+@pytest.mark.parametrize(("chunks", "size"), [(1, 8 * LAYER), (2, 8 * LAYER - 1), (0, 0)])
+def test_an_end_with_wrong_counts_is_refused(chunks: int, size: int) -> None:
+    shard = Shard()
+    stream = shard.stream()
+    shard.everything(stream)
+    shard.end(stream, chunks, size)
+    assert shard.fault(stream).reason is Reason.BAD_REQUEST
+    assert not any(isinstance(e, ev.ReceiveCompleted) for e in shard.events)
+
+
+def test_an_end_with_something_missing_is_refused_and_names_it() -> None:
+    """F58: every layer of every group must be there."""
+    shard = Shard()
+    stream = shard.stream()
+    shard.chunk(stream, (0, 2), (0, 3))
+    shard.end(stream, 1, 6 * LAYER)
+    fault = shard.fault(stream)
+    assert fault.reason is Reason.BAD_REQUEST
+    assert "group 1, layer 0, block 0" in fault.message
+    assert shard.told().code is Code.INTERNAL
+
+
+def test_a_stream_that_stops_without_end_completes_nothing() -> None:
+    """F38: a killed peer, a cancel and a half-close look the same."""
+    shard = Shard()
+    stream = shard.stream()
+    shard.everything(stream)
+    shard.gone(stream)
+    assert not any(isinstance(e, ev.ReceiveCompleted | ev.ReceiveFailed) for e in shard.events)
+
+
+def test_an_open_that_comes_before_its_grant_is_held() -> None:
+    shard = Shard(grant=False)
+    stream = shard.stream()
+    assert shard.responses[stream] == [] and stream not in shard.ends
+    assert shard.receiver.next_wake() == shard.now + shard.config.kv_progress_s
+    shard.advance(shard.config.kv_progress_s / 2)
+    shard.grant()
+    assert shard.responses[stream][0].HasField("opened")
+    assert shard.receiver.next_wake() is None
+    shard.everything(stream)
+    shard.end(stream, 2, 8 * LAYER)
+    assert shard.ends[stream] is None
+
+
+def test_an_open_whose_grant_never_comes_ends() -> None:
+    shard = Shard(grant=False)
+    stream = shard.stream()
+    shard.advance(shard.config.kv_progress_s)
+    fault = shard.fault(stream)
+    assert fault.reason is Reason.UNKNOWN_TRANSFER and fault.code is Code.NOT_FOUND
+    assert shard.events == []
+    shard.grant()
+    assert shard.responses[stream] == []
+
+
+def test_a_held_stream_that_leaves_is_forgotten() -> None:
+    shard = Shard(grant=False)
+    stream = shard.stream()
+    shard.gone(stream)
+    assert shard.receiver.next_wake() is None
+    shard.grant()
+    assert shard.responses[stream] == [] and shard.events == []
+
+
+def test_of_two_held_streams_the_newer_serves() -> None:
+    shard = Shard(grant=False)
+    older, newer = shard.stream(), shard.stream()
+    shard.grant()
+    assert shard.fault(older).reason is Reason.SUPERSEDED
+    assert newer not in shard.ends
+    shard.everything(newer)
+
+
+def test_a_newer_stream_takes_over_and_the_older_is_told() -> None:
+    shard = Shard()
+    older = shard.stream()
+    shard.chunk(older, (0, 1), (0, 1))
+    newer = shard.stream()
+    assert shard.fault(older).reason is Reason.SUPERSEDED
+    assert shard.verified(newer) == [(0, 0, 0, 1)]
+    shard.chunk(older, (1, 1), (0, 1))
+    assert not any(shard.stored(1, 0, 0)), "the older one writes no more"
+    shard.gone(older)
+    shard.everything(newer)
+    shard.end(newer, 2, 8 * LAYER)
+    assert shard.ends[newer] is None
+
+
+def test_a_close_ends_the_stream_with_its_cause_and_nothing_is_written_after() -> None:
+    shard = Shard()
+    stream = shard.stream()
+    shard.close(Fault(Reason.CLIENT_GONE, "the client has left"))
+    assert shard.fault(stream).reason is Reason.CLIENT_GONE
+    assert shard.events[-1] == ev.ReceiveClosed("g")
+    shard.chunk(stream, (0, 1), (0, 1))
+    assert not any(shard.buffer)
+
+
+def test_a_stream_that_comes_after_the_close_is_told_the_cause() -> None:
+    shard = Shard()
+    shard.close(Fault(Reason.LEASE_EXPIRED, "too late"))
+    stream = shard.stream()
+    fault = shard.fault(stream)
+    assert fault.reason is Reason.LEASE_EXPIRED and fault.code is Code.NOT_FOUND
+    assert shard.responses[stream] == []
+
+
+def test_a_close_of_what_is_unknown_is_answered_all_the_same() -> None:
+    shard = Shard(grant=False)
+    shard.close(Fault(Reason.RELEASED, "gone"))
+    assert shard.events == [ev.ReceiveClosed("g")]
+
+
+def test_messages_out_of_order_are_refused() -> None:
+    shard = Shard()
+    stream = shard.stream()
+    opened = transfer_pb2.TransferOpen(
+        ref=types_pb2.TransferRef(transfer_id="t", attempt=1, decode_epoch=EPOCH), grant_id="g"
+    )
+    shard.send(stream, transfer_pb2.TransferRequest(open=opened))
+    assert shard.fault(stream).reason is Reason.WRONG_STATE
+    shard.receiver.stream_began(8)
+    shard.chunk(8, (0, 1), (0, 1))
+    assert shard.fault(8).reason is Reason.WRONG_STATE
+    shard.receiver.stream_began(9)
+    shard.send(9, transfer_pb2.TransferRequest())
+    assert shard.fault(9).reason is Reason.BAD_REQUEST
+
+
+def test_a_stream_nobody_opened_harms_no_grant() -> None:
+    shard = Shard()
+    shard.receiver.stream_began(8)
+    shard.note(shard.receiver.garbled(8))
+    assert shard.fault(8).reason is Reason.BAD_REQUEST
+    assert shard.events == []
+
+
+def test_what_is_no_message_fails_the_transfer() -> None:
+    shard = Shard()
+    stream = shard.stream()
+    shard.note(shard.receiver.garbled(stream))
+    assert shard.told().code is Code.INTERNAL
+
+
+@pytest.mark.parametrize(
+    ("fields", "reason"),
+    [
+        ({"ref": types_pb2.TransferRef(transfer_id="t", attempt=1)}, Reason.STALE_EPOCH),
+        (
+            {"ref": types_pb2.TransferRef(transfer_id="x", attempt=1, decode_epoch=EPOCH)},
+            Reason.NOT_OWNER,
+        ),
+        ({"transport": layout_pb2.TRANSPORT_SHM}, Reason.FEATURE),
+        ({"transport": 99}, Reason.FEATURE),
+        ({"shard_index": 1}, Reason.BAD_REQUEST),
+        ({"sender": layout_pb2.Shard(tp_size=2)}, Reason.FEATURE),
+    ],
+)
+def test_an_open_that_means_something_else_is_refused_and_harms_nothing(
+    fields: dict[str, Any], reason: Reason
+) -> None:
+    shard = Shard()
+    good = shard.stream()
+    bad = shard.stream(**fields)
+    assert shard.fault(bad).reason is reason
+    shard.everything(good)
+    shard.end(good, 2, 8 * LAYER)
+    assert shard.ends[good] is None
