@@ -31,6 +31,13 @@ from pd_grpc.router.policies import Pairing, Target
 _CONSEQUENCES = frozenset({Reason.CLIENT_GONE, Reason.RELEASED, Reason.SUPERSEDED})
 
 
+class Leg(enum.Enum):
+    """One of the two calls of a request."""
+
+    PREFILL = "prefill"
+    DECODE = "decode"
+
+
 class PrefillLeg(enum.Enum):
     """What is known of the prefill leg."""
 
@@ -133,7 +140,7 @@ class RoutedRequest:
     _decode_open: bool = False
     _answer_complete: bool = False
     _held: Fault | None = None
-    _held_by: str = ""
+    _held_by: Leg | None = None
 
     @property
     def decode(self) -> Target:
@@ -195,7 +202,7 @@ class RoutedRequest:
             return []
         self.prefill = PrefillLeg.HANDED_OFF
         self.stage = "decode"
-        if self._held is not None and self._held_by == "decode":
+        if self._held is not None and self._held_by is Leg.DECODE:
             return self._fail(self._held)
         return self._finish() if self._answer_complete else []
 
@@ -218,10 +225,10 @@ class RoutedRequest:
         if self._held is not None:
             return self._fail(self._held if _is_consequence(error) else fault)
         if isinstance(error, TransportFault) and error.peer_lost:
-            self._hold(fault, "prefill", now + self.times.grace_s + self.times.settle_s)
+            self._hold(fault, Leg.PREFILL, now + self.times.grace_s + self.times.settle_s)
             return []
         if _is_consequence(error) or self.tokens:
-            self._hold(fault, "prefill", now + self.times.settle_s)
+            self._hold(fault, Leg.PREFILL, now + self.times.settle_s)
             return []
         return self._fail(fault)
 
@@ -235,7 +242,7 @@ class RoutedRequest:
         if self.tokens:
             handing_over = self.prefill is PrefillLeg.OPEN and self.tokens == 1
             self.stage = "transfer" if handing_over else "decode"
-        if self.tokens > 1 and self._held_by == "prefill":
+        if self.tokens > 1 and self._held_by is Leg.PREFILL:
             self._release_hold()  # only a D that owns the request has a second token
         if not complete:
             return []
@@ -264,7 +271,7 @@ class RoutedRequest:
         if self.prefill is PrefillLeg.OPEN:
             may_move = bool(self._alternates) and not self.tokens and fault.retry is Retry.OTHER
             if may_move or _is_consequence(error):
-                self._hold(fault, "decode", now + self.times.settle_s)
+                self._hold(fault, Leg.DECODE, now + self.times.settle_s)
                 return []
         return self._fail(fault)
 
@@ -309,16 +316,16 @@ class RoutedRequest:
         if self._held is None:
             return []
         lost = self._held.reason is Reason.PREFILL_LOST
-        if self._held_by == "prefill" and self._decode_open and (lost or self.tokens):
+        if self._held_by is Leg.PREFILL and self._decode_open and (lost or self.tokens):
             return [AskTransfer(self.leg, self.decode)]
         return self._fail(self._held)
 
-    def _hold(self, fault: Fault, by: str, until: float) -> None:
+    def _hold(self, fault: Fault, by: Leg, until: float) -> None:
         self._held, self._held_by = fault, by
         self.timers.set("settle", until)
 
     def _release_hold(self) -> None:
-        self._held, self._held_by = None, ""
+        self._held, self._held_by = None, None
         self.timers.cancel("settle")
 
     def _advance_to(self, stage: str) -> None:
@@ -359,10 +366,10 @@ class RoutedRequest:
 
     def _of_prefill(self, fault: Fault) -> Fault:
         name = self.pairing.prefill.name if self.pairing.prefill else ""
-        return _named(fault, "prefill", name)
+        return _named(fault, Leg.PREFILL, name)
 
     def _of_decode(self, fault: Fault) -> Fault:
-        return _named(fault, "decode", self.decode.name)
+        return _named(fault, Leg.DECODE, self.decode.name)
 
 
 def _is_consequence(error: Fault | TransportFault) -> bool:
@@ -375,7 +382,7 @@ def _out_of_order(message: str) -> Fault:
     return Fault(Reason.WRONG_STATE, message)
 
 
-def _named(fault: Fault, role: str, name: str) -> Fault:
+def _named(fault: Fault, leg: Leg, name: str) -> Fault:
     """The same fault, saying on which leg and which instance it came."""
-    metadata = {**fault.metadata, "leg": role, "instance": name}
+    metadata = {**fault.metadata, "leg": leg.value, "instance": name}
     return replace(fault, metadata=metadata)
