@@ -20,6 +20,7 @@ from pd_grpc.telemetry.tracing import make_provider
 
 EXIT_CONFIGURATION = 2
 EXIT_PORT_IN_USE = 3
+EXIT_FORCED = 4
 
 C = TypeVar("C", bound=ServerConfig)
 
@@ -54,9 +55,10 @@ def run(
 ) -> int:
     """Serve until a drain has ended or a signal came; returns the exit status.
 
-    SIGTERM and SIGINT drain; a second one ends at once. 0 after that, 2 for a configuration or
-    model that cannot be used, 3 for a port in use; the reason goes to standard error. Prints
-    `ready ROLE NAME ENDPOINT` on standard output once it answers.
+    SIGTERM and SIGINT drain, a second one ends what runs, a third one does not wait for a step that
+    hangs. 0 after that (4 after the third), 2 for a configuration or model that cannot be used, 3
+    for a port in use; the reason goes to standard error. Prints `ready ROLE NAME ENDPOINT` on
+    standard output once it answers.
     """
     try:
         config = load_settings(settings, argv, os.environ)
@@ -82,10 +84,13 @@ async def _serve(
     provider: TracerProvider | None,
     start: Callable[[C, TracerProvider | None], Awaitable[Server]],
 ) -> int:
-    asked, insisted = asyncio.Event(), asyncio.Event()
+    signals = asked, insisted, forced = asyncio.Event(), asyncio.Event(), asyncio.Event()
 
     def on_signal() -> None:
-        (insisted if asked.is_set() else asked).set()
+        for event in signals:
+            if not event.is_set():
+                event.set()
+                return
 
     loop = asyncio.get_running_loop()
     for signum in (signal.SIGTERM, signal.SIGINT):
@@ -102,7 +107,11 @@ async def _serve(
         # The drain ends by its own timer; the margin is for its last answers.
         over = asyncio.wait_for(server.drained(), config.drain_s + 1.0)
         await _first_of(asyncio.gather(over, return_exceptions=True), insisted.wait())
-    await server.stop()
+    stopping = asyncio.ensure_future(server.stop())
+    if not await _first_of(stopping, forced.wait()):
+        # A step of the engine that hangs cannot be ended otherwise.
+        os._exit(EXIT_FORCED)
+    stopping.result()
     if provider is not None:
         await asyncio.to_thread(provider.shutdown)
     return 0

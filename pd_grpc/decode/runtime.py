@@ -132,13 +132,18 @@ class DecodeRuntime:
         """A client's leg; the caller reports its end."""
         call, outbox = next(self._numbers), TokenOutbox(self.machine.instance.name)
         self._clients[call] = outbox
+        ledger = self.machine.ledger
         if request.HasField("handoff"):
-            self._spans.client(key_of(request.handoff.ref), context)
+            key = key_of(request.handoff.ref)
+            self._spans.client(key, context)
+            self.feed(ev.GenerateCalled(call, request, budget_s))
+            if ledger.of_key(key) is None:
+                self._spans.forget(key)
+            return call, outbox
         self.feed(ev.GenerateCalled(call, request, budget_s))
-        if not request.HasField("handoff"):
-            transfer = self.machine.ledger.of_call(call)
-            if transfer is not None:
-                self._spans.client(transfer.key, context)
+        transfer = ledger.of_call(call)
+        if transfer is not None:
+            self._spans.client(transfer.key, context)
         return call, outbox
 
     def close_generate(self, call: int) -> None:
@@ -146,12 +151,22 @@ class DecodeRuntime:
         del self._clients[call]
         self.feed(ev.GenerateCallEnded(call))
 
+    async def on_engine_thread(self, work: Callable[[], None]) -> None:
+        """Do something between two steps."""
+        await self._loop.run_in_executor(self._engine_thread, work)
+
+    def wake(self) -> None:
+        """Look again at what can be done now."""
+        now = self._clock.now()
+        self._perform(self.machine.tick(now), now)
+        self._rearm()
+
     async def stop(self) -> None:
         """Wait for the running step, then end the engine thread. The machine is fed no more."""
+        while self._step is not None:
+            await self._step
         if self._wake is not None:
             self._wake.cancel()
-        if self._step is not None:
-            await self._step
         await asyncio.to_thread(self._engine_thread.shutdown)
 
     async def _call(self, event: Callable[[int], ev.Event]) -> act.UnaryAnswer:
@@ -199,7 +214,9 @@ class DecodeRuntime:
             return
         key = self._keys.get(action.call)
         if key is not None:
-            self._spans.refused(key, action.fault, now)
+            live = self.machine.ledger.of_key(key)
+            if live is None or live.prefill is None:
+                self._spans.refused(key, action.fault, now)
         answer = self._unary.get(action.call)
         if answer is not None and not answer.done():
             answer.set_exception(action.fault)
@@ -269,21 +286,25 @@ class DecodeRuntime:
 
     def _tick(self) -> None:
         self._wake = None
-        now = self._clock.now()
-        self._perform(self.machine.tick(now), now)
-        self._rearm()
+        self.wake()
 
 
 def run_plan(
     engine: Engine, plan: act.StepPlan
 ) -> tuple[Sequence[Sampled | None], Sequence[Sampled]]:
-    """A step, on the engine thread: chunks first, then one token for every slot."""
+    """A step, on the engine thread: chunks first, then one token for every slot. EngineFault, also
+    when the engine answers for another number of them."""
     prefilled: Sequence[Sampled | None] = ()
     decoded: Sequence[Sampled] = ()
     if plan.prefill:
         prefilled = engine.prefill(plan.prefill, _no_layer)
     if plan.decode:
         decoded = engine.decode(plan.decode)
+    if (len(prefilled), len(decoded)) != (len(plan.prefill), len(plan.decode)):
+        raise EngineFault(
+            f"{len(plan.prefill)} chunks and {len(plan.decode)} slots went in, "
+            f"{len(prefilled)} and {len(decoded)} tokens came out"
+        )
     return prefilled, decoded
 
 

@@ -9,6 +9,7 @@ from opentelemetry.sdk.trace import TracerProvider
 
 from pd_grpc.blocks.pool import BlockPool
 from pd_grpc.decode.bulk import BulkServer
+from pd_grpc.decode.events import Leaving
 from pd_grpc.decode.machine import DecodeMachine, Model
 from pd_grpc.decode.receiver import Receiver
 from pd_grpc.decode.runtime import DecodeRuntime
@@ -22,6 +23,7 @@ from pd_grpc.protocol.clock import Clock, SystemClock
 from pd_grpc.protocol.config import DecodeConfig
 from pd_grpc.protocol.messages import layout_to_proto
 from pd_grpc.protocol.refs import mint_epoch, mint_id
+from pd_grpc.protocol.rpc import PortInUse
 from pd_grpc.protocol.serving import ControlServer
 from pd_grpc.telemetry.tracing import Tracing
 from pd_grpc.v1 import (
@@ -32,6 +34,9 @@ from pd_grpc.v1 import (
     layout_pb2,
     types_pb2,
 )
+
+STOP_GRACE_S = 0.5
+"""For the last statuses to leave; whatever runs then has been ended already."""
 
 SERVICES = (
     "pd_grpc.v1.DecodeService",
@@ -72,10 +77,23 @@ class DecodeServer:
         """Wait until a drain has nothing left to finish."""
         await self.runtime.drained.wait()
 
+    async def warm_up(self) -> None:
+        """Run what makes the first step slow, then turn ready. Calls are answered meanwhile; no
+        request gets the block that the engine may write to."""
+        block = self.pool.reserve(1, owner="warm-up")
+        try:
+            await self.runtime.on_engine_thread(self.engine.warm_up)
+        finally:
+            block.release()
+            self.runtime.wake()
+        if not self.machine.ledger.draining:
+            self.control.set_ready(True)
+
     async def stop(self) -> None:
-        """End everything now: calls, streams, threads."""
+        """End everything now: calls, streams, threads. A step that runs is waited for."""
         self.changes.close()
-        await self.control.stop(0)
+        self.runtime.feed(Leaving())
+        await self.control.stop(STOP_GRACE_S)
         await asyncio.to_thread(self.bulk.stop)
         await self.runtime.stop()
         self.engine.close()
@@ -97,7 +115,11 @@ async def start_decode(
     )
     receiver = Receiver(config, engine.layout, engine.memory, instance.epoch)
     bulk = BulkServer(config, receiver, clock)
-    await asyncio.to_thread(bulk.start)
+    try:
+        await asyncio.to_thread(bulk.start)
+    except PortInUse:
+        await control.stop(0)
+        raise
     machine = _machine(config, engine, instance, bulk)
     tracing = Tracing(clock, instance.name, "decode", tracer_provider)
     changes = ChangeFeed()
@@ -117,9 +139,12 @@ async def start_decode(
     server = DecodeServer(
         instance, machine.pool, machine, control, bulk, runtime, view, changes, engine
     )
-    await control.start()
-    await asyncio.to_thread(engine.warm_up)
-    control.set_ready(True)
+    try:
+        await control.start()
+        await server.warm_up()
+    except BaseException:
+        await server.stop()
+        raise
     return server
 
 

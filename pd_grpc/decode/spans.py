@@ -46,8 +46,14 @@ class DecodeSpans:
             request.span = self._start(names.SPAN_RESERVE, key, context, at)
 
     def client(self, key: TransferKey, context: Context) -> None:
-        """A client's leg came."""
-        self._requests.setdefault(key, _Request()).client = context
+        """A client's leg came; a second one for the same transfer will be refused."""
+        request = self._requests.setdefault(key, _Request())
+        if request.client is None:
+            request.client = context
+
+    def forget(self, key: TransferKey) -> None:
+        """There is no such transfer."""
+        self._requests.pop(key, None)
 
     def changed(self, change: Changed, at: float) -> None:
         """A transfer moved: end what it was doing and start what it does now."""

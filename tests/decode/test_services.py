@@ -1,0 +1,504 @@
+"""D over real sockets, P and client played with raw protobuf."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any
+
+import grpc
+import grpc.aio
+import pytest
+
+from pd_grpc.engine.sim import SimEngine
+from pd_grpc.protocol.faults import Code, Fault, Quota, Reason, read_status
+from pd_grpc.protocol.rpc import read_error
+from pd_grpc.v1 import (
+    decode_pb2,
+    inference_pb2,
+    inference_pb2_grpc,
+    sampling_pb2,
+    transfer_pb2,
+    types_pb2,
+)
+from tests.decode.messages import BLOCK, Request
+from tests.decode.wire import CALL_S, GatedEngine, RawPrefill, Wire, fault_of, tokens_of, wire
+from tests.waiting import until
+
+
+@pytest.fixture
+async def d() -> AsyncIterator[Wire]:
+    async with wire() as running:
+        yield running
+
+
+@pytest.mark.parametrize("length", [1, 3, 4, 5, 16, 17, 50])
+async def test_a_whole_hand_over_gives_sims_answer(d: Wire, length: int) -> None:
+    p = await d.prefill()
+    request = d.request(prompt=list(range(100, 100 + length)), max_tokens=11)
+    call = d.generate(request)
+    await p.hand_over(request)
+    messages = [message async for message in call]
+    assert [t for m in messages for t in m.token_ids] == d.answer(request)
+    last = messages[-1]
+    assert last.finish_reason == types_pb2.FINISH_REASON_LENGTH
+    assert last.usage == types_pb2.Usage(prompt_tokens=length, completion_tokens=11)
+    assert last.decode_instance == "d"
+
+
+async def test_sampled_tokens_depend_on_seed_and_position_alone(d: Wire) -> None:
+    p = await d.prefill()
+    request = d.request(max_tokens=9)
+    sampled = sampling_pb2.SamplingParams(max_tokens=9, temperature=0.8, seed=5)
+    legs = [request.generate(sampling=sampled), request.generate(True, sampling=sampled)]
+    own = await tokens_of(d.inference.Generate(legs[1], timeout=CALL_S))
+    call = d.inference.Generate(legs[0], timeout=CALL_S)
+    grant = await p.allocate(request, sampling=sampled)
+    _, chunks = p.compute(request)
+    await p.first_token(request, grant.grant_id, own[0])
+    await p.send_kv(request, grant, chunks)
+    assert await tokens_of(call) == own
+    assert own != d.answer(request)
+
+
+async def test_the_same_tokens_come_without_a_prefill(d: Wire) -> None:
+    for length in (1, 4, 5, 17, 50):
+        request = d.request(prompt=list(range(100, 100 + length)), max_tokens=11)
+        assert await tokens_of(d.generate(request, local=True)) == d.answer(request)
+
+
+async def test_an_answer_goes_on_where_another_ended(d: Wire) -> None:
+    p = await d.prefill()
+    whole = d.request(max_tokens=9)
+    rest = d.request(max_tokens=9, generated=d.answer(whole)[:4])
+    call = d.generate(rest)
+    await p.hand_over(rest)
+    assert await tokens_of(call) == d.answer(whole)[4:]
+
+
+async def test_many_at_once_in_a_pool_too_small_for_them_all(d: Wire) -> None:
+    p = await d.prefill()
+    asked = [d.request(prompt=list(range(100 + i, 108 + i)), max_tokens=9) for i in range(30)]
+    calls = [d.generate(request) for request in asked]
+    answers = asyncio.gather(*(tokens_of(call) for call in calls))
+    await asyncio.gather(*(p.hand_over(request) for request in asked))
+    assert await answers == [d.answer(request) for request in asked]
+
+
+async def test_a_first_token_that_ends_the_request_needs_no_kv(d: Wire) -> None:
+    p = await d.prefill()
+    request = d.request(max_tokens=1)
+    call = d.generate(request)
+    grant = await p.allocate(request, kv_needed=False)
+    assert not grant.wanted and not grant.shards
+    token, _ = p.compute(request)
+    answer = await p.first_token(request, grant.grant_id, token, finish=2)
+    assert answer.state == types_pb2.TRANSFER_STATE_FINISHED
+    assert await tokens_of(call) == d.answer(request)
+
+
+# Leaving, at each stage, in each way
+
+STAGES = ["EXPECTED", "WAITING", "RESERVED", "RECEIVING", "READY", "DECODING"]
+
+
+class Stage:
+    """A request brought to a stage, with all that must be let go of afterwards."""
+
+    def __init__(self, d: Wire, p: RawPrefill) -> None:
+        self.d = d
+        self.p = p
+        self.request = d.request(prompt=list(range(100, 150)), max_tokens=30)
+        self.blocker: Request | None = None
+        self.allocate: Any = None
+        self.transfer: Any = None
+
+    async def reach(self, stage: str) -> None:
+        d, p, request = self.d, self.p, self.request
+        await until_state(d, request, "EXPECTED")
+        if stage == "EXPECTED":
+            return
+        if stage == "WAITING":
+            self.blocker = d.request(prompt=list(range(200, 250)))
+            await p.allocate(self.blocker)
+            self.allocate = p.allocate(request)
+            await until_state(d, request, stage)
+            return
+        grant = await p.allocate(request)
+        token, chunks = p.compute(request)
+        if stage == "RECEIVING":
+            self.transfer = await p.open(request, grant)
+            await self.transfer.read()
+            chunk = chunks[0]
+            await self.transfer.write(transfer_pb2.TransferRequest(chunk=chunk))
+            await self.transfer.read()
+        elif stage != "RESERVED":
+            await p.send_kv(request, grant, chunks)
+        if stage == "DECODING":
+            await p.first_token(request, grant.grant_id, token)
+        await until_state(d, request, stage)
+
+    async def let_go(self) -> None:
+        if self.blocker is not None:
+            await self.p.release(self.blocker)
+
+
+async def until_state(d: Wire, request: Request, state: str) -> None:
+    machine = d.server.machine
+
+    def there() -> bool:
+        found = machine.find(request.transfer_id, 0)
+        return found is not None and found.state.name == state
+
+    await until(there)
+    assert await d.state(request) == state
+
+
+@pytest.mark.parametrize("how", ["cancel", "disconnect"])
+@pytest.mark.parametrize("stage", STAGES)
+async def test_a_client_that_leaves_frees_both_sides(stage: str, how: str) -> None:
+    """F24, F33, F52."""
+    async with wire(GatedEngine) as d:
+        engine = d.server.engine
+        assert isinstance(engine, GatedEngine)
+        engine.gate.clear()
+        p = await d.prefill()
+        at = Stage(d, p)
+        channel = grpc.aio.insecure_channel(d.server.endpoint)
+        stub = inference_pb2_grpc.InferenceServiceStub(channel)
+        call = stub.Generate(at.request.generate(), timeout=CALL_S)
+        reading = asyncio.create_task(drained(call))
+        await at.reach(stage)
+        if how == "cancel":
+            call.cancel()
+        await channel.close(None)
+        await reading
+        if stage == "WAITING":
+            assert (await fault_of(at.allocate)).reason is Reason.CLIENT_GONE
+        elif stage in ("RESERVED", "RECEIVING", "READY"):
+            fault = read_status((await p.told_of(at.request)).status)
+            assert isinstance(fault, Fault) and fault.reason is Reason.CLIENT_GONE
+        if stage == "RECEIVING":
+            assert (await fault_of(at.transfer)).reason is Reason.CLIENT_GONE
+        await until(lambda: d.server.machine.find(at.request.transfer_id, 0) is None)
+        engine.gate.set()
+        await at.let_go()
+
+
+async def drained(call: Any) -> None:
+    try:
+        async for _ in call:
+            pass
+    except (grpc.RpcError, asyncio.CancelledError):
+        pass
+
+
+@pytest.mark.parametrize("stage", STAGES)
+async def test_a_deadline_is_answered_in_time_and_names_the_stage(stage: str) -> None:
+    """F46: our details come before the client's own timer fires."""
+    async with wire(GatedEngine, hop_margin_s=0.3) as d:
+        engine = d.server.engine
+        assert isinstance(engine, GatedEngine)
+        engine.gate.clear()
+        p = await d.prefill()
+        at = Stage(d, p)
+        call = d.generate(at.request, timeout_s=1.5)
+        failed = asyncio.create_task(fault_of(call))
+        await at.reach(stage)
+        fault = await failed
+        assert fault.reason is Reason.STAGE_DEADLINE and fault.code is Code.DEADLINE_EXCEEDED
+        names = {"EXPECTED": "prefill", "WAITING": "allocate", "READY": "first_token"}
+        expected = names.get(stage, "decode" if stage == "DECODING" else "transfer")
+        assert fault.metadata == {"stage": expected}
+        if at.allocate is not None:
+            assert (await fault_of(at.allocate)).reason is Reason.STAGE_DEADLINE
+        engine.gate.set()
+        await at.let_go()
+
+
+# P's calls
+
+
+async def test_status_details_come_over_the_wire(d: Wire) -> None:
+    p = await d.prefill()
+    blocker, request = d.request(prompt=list(range(100, 180))), d.request()
+    await p.allocate(blocker)
+    request.prompt = list(range(300, 330))
+    fault = await fault_of(p.allocate(request, max_wait_s=0.0))
+    assert fault.reason is Reason.NO_BLOCKS and fault.code is Code.RESOURCE_EXHAUSTED
+    assert fault.quota == Quota(needed=8, free=3) and fault.retry_after_s == 0.25
+    fault = await fault_of(p.allocate(d.request(prompt=[1] * 100)))
+    assert fault.reason is Reason.TOO_LARGE
+    assert fault.metadata == {"needed": "27", "total": "24", "unit": "blocks"}
+    fault = await fault_of(p.allocate(d.request(), prompt_digest=b""))
+    assert [wrong.field for wrong in fault.fields] == ["prompt_digest"]
+    fault = await fault_of(d.inference.Generate(inference_pb2.GenerateRequest(), timeout=CALL_S))
+    assert "token_ids" in [wrong.field for wrong in fault.fields]
+    await p.release(blocker)
+
+
+async def test_an_allocate_is_answered_before_its_own_deadline(d: Wire) -> None:
+    p = await d.prefill()
+    blocker = d.request(prompt=list(range(100, 180)))
+    await p.allocate(blocker)
+    waiting = d.request(prompt=list(range(300, 330)))
+    fault = await fault_of(p.allocate(waiting, timeout_s=0.5, max_wait_s=60.0))
+    assert fault.reason is Reason.NO_BLOCKS
+    await p.release(blocker)
+
+
+async def test_an_allocate_that_is_cancelled_leaves_the_queue(d: Wire) -> None:
+    p = await d.prefill()
+    blocker, waiting = d.request(prompt=list(range(100, 180))), d.request()
+    waiting.prompt = list(range(300, 330))
+    await p.allocate(blocker)
+    call = p.allocate(waiting)
+    await until_state(d, waiting, "WAITING")
+    call.cancel()
+    await until(lambda: d.server.machine.find(waiting.transfer_id, 0) is None)
+    await p.release(blocker)
+
+
+async def test_a_prefills_failure_reaches_the_client_in_one_round_trip(d: Wire) -> None:
+    """F8, F19."""
+    p = await d.prefill()
+    request = d.request()
+    call = d.generate(request)
+    await p.allocate(request)
+    await p.release(request, Fault(Reason.SENDER_STUCK, "the sender made no progress"))
+    fault = await fault_of(call)
+    assert fault.reason is Reason.SENDER_STUCK and fault.code is Code.UNAVAILABLE
+    assert fault.message == "the sender made no progress"
+
+
+async def test_legs_that_differ_fail_both(d: Wire) -> None:
+    p = await d.prefill()
+    request = d.request()
+    call = d.generate(request)
+    await until_state(d, request, "EXPECTED")
+    fault = await fault_of(p.allocate(request, prompt_digest=b"x" * 32))
+    assert fault.reason is Reason.HANDOFF_MISMATCH and fault.code is Code.INVALID_ARGUMENT
+    fault = await fault_of(call)
+    assert fault.reason is Reason.HANDOFF_MISMATCH and fault.code is Code.INTERNAL
+
+
+# Transfer
+
+
+async def test_wrong_bytes_fail_both_sides_and_no_token_follows(d: Wire) -> None:
+    """F15."""
+    p = await d.prefill()
+    request = d.request()
+    call = d.generate(request)
+    grant = await p.allocate(request)
+    token, chunks = p.compute(request)
+    await p.first_token(request, grant.grant_id, token)
+    transfer = await p.open(request, grant)
+    await transfer.read()
+    chunk = chunks[0]
+    chunk.payload = b"\0" + chunk.payload[1:]
+    await transfer.write(transfer_pb2.TransferRequest(chunk=chunk))
+    fault = await fault_of(transfer)
+    assert fault.reason is Reason.KV_CORRUPT and fault.code is Code.DATA_LOSS
+    assert fault.metadata["layers"] == "[0, 1)"
+    shown: list[int] = []
+    with pytest.raises(grpc.RpcError) as raised:
+        async for message in call:
+            shown += message.token_ids
+    lost = read_error(raised.value)
+    assert isinstance(lost, Fault)
+    assert lost.reason is Reason.KV_CORRUPT and lost.code is Code.UNAVAILABLE
+    assert shown == [token]
+
+
+async def test_a_stream_that_breaks_is_taken_up_again(d: Wire) -> None:
+    p = await d.prefill()
+    request = d.request(prompt=list(range(100, 120)), max_tokens=9)
+    call = d.generate(request)
+    grant = await p.allocate(request)
+    token, chunks = p.compute(request)
+    await p.first_token(request, grant.grant_id, token)
+    broken = await p.open(request, grant)
+    await broken.read()
+    for chunk in chunks[:4]:
+        await broken.write(transfer_pb2.TransferRequest(chunk=chunk))
+        await broken.read()
+    broken.cancel()
+    again = await p.open(request, grant)
+    verified = (await again.read()).opened.verified
+    assert [(r.layer_start, r.block_start, r.block_count) for r in verified] == [
+        (0, 0, 5),
+        (1, 0, 2),
+    ]
+    rest = chunks[4:]
+    for chunk in rest:
+        await again.write(transfer_pb2.TransferRequest(chunk=chunk))
+        await again.read()
+    end = transfer_pb2.TransferEnd(chunks=len(rest), bytes=sum(len(c.payload) for c in rest))
+    await again.write(transfer_pb2.TransferRequest(end=end))
+    assert (await again.read()).HasField("completed")
+    assert await tokens_of(call) == d.answer(request)
+
+
+async def test_a_transfer_without_a_grant_is_held_and_then_refused() -> None:
+    async with wire(kv_progress_s=0.3) as d:
+        p = await d.prefill()
+        request = d.request()
+        grant = await p.allocate(request)
+        grant.grant_id = "g-none"
+        call = await p.open(request, grant)
+        assert (await fault_of(call)).reason is Reason.UNKNOWN_TRANSFER
+        await p.release(request)
+
+
+def raw_stream(channel: Any, method: str) -> Any:
+    """A stream that sends whatever bytes it is given."""
+    return channel.stream_stream(method)()
+
+
+async def test_bytes_that_are_no_message_end_the_stream_with_an_error(d: Wire) -> None:
+    p = await d.prefill()
+    request = d.request()
+    grant = await p.allocate(request)
+    async with grpc.aio.insecure_channel(grant.shards[0].endpoint) as bulk:
+        raw = raw_stream(bulk, "/pd_grpc.v1.TransferService/Transfer")
+        await raw.write(b"\xff\xff\xff\xff")
+        assert (await fault_of(raw)).reason is Reason.BAD_REQUEST
+    raw = raw_stream(d.channel, "/pd_grpc.v1.DecodeService/Session")
+    hello = decode_pb2.SessionRequest(
+        hello=decode_pb2.Hello(instance=p.instance, layouts=[p.welcome.layout])
+    )
+    await raw.write(hello.SerializeToString())
+    await raw.read()
+    await raw.write(b"\xff\xff\xff\xff")
+    assert (await fault_of(raw)).reason is Reason.BAD_REQUEST
+    await until(lambda: d.server.machine.find(request.transfer_id, 0) is None)
+
+
+# Session
+
+
+async def test_heartbeats_renew_and_are_answered(d: Wire) -> None:
+    p = await d.prefill()
+    request = d.request()
+    grant = await p.allocate(request)
+    beat = decode_pb2.Heartbeat(sequence=1, grant_ids=[grant.grant_id, "g-none"])
+    await p.session.write(decode_pb2.SessionRequest(heartbeat=beat))
+    await until(lambda: len(p.heard) >= 2)
+    assert p.heard[0].heartbeat_ack.unknown_grant_ids == ["g-none"]
+    assert p.heard[1].load.total_blocks == 24
+    await p.release(request)
+
+
+async def test_a_silent_prefill_loses_its_grants() -> None:
+    """S8: here with times short enough to wait for."""
+    async with wire(heartbeat_s=0.2, grace_s=0.1) as d:
+        p = await d.prefill()
+        request = d.request()
+        call = d.generate(request)
+        await p.allocate(request)
+        assert (await fault_of(call)).reason is Reason.PREFILL_LOST
+        assert (await fault_of(p.session)).reason is Reason.LEASE_EXPIRED
+
+
+async def test_a_lease_that_nobody_renews_ends() -> None:
+    """F1."""
+    async with wire(lease_s=0.3) as d:
+        p = await d.prefill()
+        request = d.request()
+        call = d.generate(request)
+        await p.allocate(request)
+        fault = await fault_of(call)
+        assert fault.reason is Reason.LEASE_EXPIRED and fault.code is Code.UNAVAILABLE
+        ended = await p.told_of(request)
+        assert ended.state == types_pb2.TRANSFER_STATE_EXPIRED
+
+
+async def test_a_prefill_that_vanishes_is_lost_after_grace_and_may_be_replaced() -> None:
+    """F10, F21."""
+    async with wire(grace_s=0.2) as d:
+        p = await d.prefill()
+        lost, decoding = d.request(), d.request(max_tokens=9)
+        kept = d.generate(decoding)
+        await p.hand_over(decoding)
+        call = d.generate(lost)
+        await p.allocate(lost)
+        await p.close()
+        fault = await fault_of(call)
+        assert fault.reason is Reason.PREFILL_LOST and fault.code is Code.UNAVAILABLE
+        assert await tokens_of(kept) == d.answer(decoding)
+        d.peers.clear()
+        other = await d.prefill(epoch=11)
+        again = d.request()
+        call = d.generate(again)
+        await other.hand_over(again)
+        assert await tokens_of(call) == d.answer(again)
+
+
+async def test_a_session_begins_with_hello_and_only_once(d: Wire) -> None:
+    p = await d.prefill()
+    session = p.decode.Session()
+    beat = decode_pb2.Heartbeat(sequence=1)
+    await session.write(decode_pb2.SessionRequest(heartbeat=beat))
+    assert (await fault_of(session)).reason is Reason.WRONG_STATE
+    hello = decode_pb2.Hello(instance=p.instance, layouts=[p.welcome.layout])
+    await p.session.write(decode_pb2.SessionRequest(hello=hello))
+    assert p._listener is not None
+    await p._listener
+    assert (await fault_of(p.session)).reason is Reason.WRONG_STATE
+
+
+async def test_a_hello_that_does_not_fit_is_told_why(d: Wire) -> None:
+    p = await d.prefill()
+    layout = p.welcome.layout
+    layout.block_size = 2 * BLOCK
+    session = p.decode.Session()
+    hello = decode_pb2.Hello(instance=p.instance, layouts=[layout])
+    await session.write(decode_pb2.SessionRequest(hello=hello))
+    fault = await fault_of(session)
+    assert fault.reason is Reason.LAYOUT_MISMATCH
+    assert fault.metadata == {"field": "layout.block_size", "ours": "4", "theirs": "8"}
+
+
+# The engine
+
+
+class BrokenEngine(SimEngine):
+    """Raises what no engine should, or leaves an answer out, when told."""
+
+    mode = ""
+
+    def decode(self, batch: Any) -> Any:
+        if self.mode == "raises":
+            raise ZeroDivisionError
+        answers = super().decode(batch)
+        return answers[1:] if self.mode == "forgets" else answers
+
+
+@pytest.mark.parametrize("mode", ["raises", "forgets"])
+async def test_an_engine_that_fails_fails_its_step_alone(mode: str) -> None:
+    """S4."""
+    async with wire(BrokenEngine) as d:
+        assert isinstance(d.server.engine, BrokenEngine)
+        d.server.engine.mode = mode
+        fault = await fault_of(d.generate(d.request(), local=True))
+        assert fault.reason is Reason.ENGINE_ERROR and fault.code is Code.INTERNAL
+        d.server.engine.mode = ""
+        request = d.request()
+        assert await tokens_of(d.generate(request, local=True)) == d.answer(request)
+
+
+async def test_a_stuck_engine_turns_readiness_off_and_comes_back() -> None:
+    """S13."""
+    async with wire(GatedEngine, no_progress_s=0.2) as d:
+        engine = d.server.engine
+        assert isinstance(engine, GatedEngine)
+        engine.gate.clear()
+        fault = await fault_of(d.generate(d.request(), local=True))
+        assert fault.reason is Reason.ENGINE_STUCK and fault.code is Code.UNAVAILABLE
+        assert not d.server.control.ready and "no progress" in d.server.control.reason
+        assert (await fault_of(d.generate(d.request()))).reason is Reason.ENGINE_STUCK
+        engine.gate.set()
+        await until(lambda: d.server.control.ready)
+        request = d.request()
+        assert await tokens_of(d.generate(request, local=True)) == d.answer(request)
