@@ -148,11 +148,14 @@ async def until_nothing_is_held(endpoint: str) -> None:
             held = bool(info.server.transfers) or states != [admin_pb2.BLOCK_STATE_FREE]
 
 
-async def until_computing(endpoint: str) -> None:
-    """Wait until P has begun to compute."""
+@contextlib.asynccontextmanager
+async def until_computing(endpoint: str) -> AsyncIterator[None]:
+    """Leaves the block once P computes what was asked for within it."""
     async with grpc.aio.insecure_channel(endpoint) as channel:
         admin = admin_pb2_grpc.AdminServiceStub(channel)
-        changes = admin.WatchTransfers(admin_pb2.WatchTransfersRequest(), timeout=10)
+        changes = admin.WatchTransfers(admin_pb2.WatchTransfersRequest(), timeout=20)
+        await changes.initial_metadata()
+        yield
         async for change in changes:
             if change.transfer.state == types_pb2.TRANSFER_STATE_COMPUTING:
                 break
@@ -176,9 +179,8 @@ async def test_a_killed_server_is_told_within_two_seconds_and_the_survivors_bloc
     endpoints = {i.name: i.endpoint for i in running.instances}
     try:
         async with AsyncClient(running.router_endpoint) as client:
-            computing = asyncio.create_task(until_computing(endpoints["prefill-0"]))
-            generation = ask(client, [5] * 2000, 500)
-            await computing
+            async with until_computing(endpoints["prefill-0"]):
+                generation = ask(client, [5] * 2000, 500)
             seen = 0
             while seen < tokens_seen:
                 seen += len((await anext(generation)).token_ids)
