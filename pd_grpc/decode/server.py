@@ -108,18 +108,17 @@ async def start_decode(
 ) -> DecodeServer:
     """Start a D over an engine on the running loop. PortInUse when a port is taken."""
     clock = clock or SystemClock()
+    epoch = mint_epoch(clock)
+    bulk = BulkServer(config, Receiver(config, engine.layout, engine.memory, epoch), clock)
+    await asyncio.to_thread(bulk.start)
+    # The control port last: grpc does not let go of one before its server has been started.
     control = ControlServer(config, "decode", SERVICES)
-    control.bind()
-    instance = types_pb2.Instance(
-        name=control.name, epoch=mint_epoch(clock), role=types_pb2.ROLE_DECODE
-    )
-    receiver = Receiver(config, engine.layout, engine.memory, instance.epoch)
-    bulk = BulkServer(config, receiver, clock)
     try:
-        await asyncio.to_thread(bulk.start)
+        control.bind()
     except PortInUse:
-        await control.stop(0)
+        await asyncio.to_thread(bulk.stop)
         raise
+    instance = types_pb2.Instance(name=control.name, epoch=epoch, role=types_pb2.ROLE_DECODE)
     machine = _machine(config, engine, instance, bulk)
     tracing = Tracing(clock, instance.name, "decode", tracer_provider)
     changes = ChangeFeed()

@@ -1,0 +1,72 @@
+"""Rebuilds KV blocks from captured Transfer messages, with nothing but the generated messages.
+
+What layout.proto and transfer.proto say of the bytes, written down a second time: a block is, in
+this order and without padding, group -> layer -> plane -> head -> token -> dimension, and a chunk
+is a run of blocks restricted to some layers. Any language can do the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from pd_grpc.v1 import layout_pb2, transfer_pb2
+
+DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "float8_e4m3": 1, "int8": 1, "uint8": 1}
+
+
+def crc32c(data: bytes) -> int:
+    """CRC-32C (Castagnoli), bit by bit."""
+    crc = 0xFFFFFFFF
+    for byte in data:
+        crc ^= byte
+        for _ in range(8):
+            crc = (crc >> 1) ^ (0x82F63B78 if crc & 1 else 0)
+    return crc ^ 0xFFFFFFFF
+
+
+def plane_bytes(layout: layout_pb2.KvLayout, plane: layout_pb2.Plane) -> int:
+    """Bytes of one plane of one layer in one block."""
+    return plane.heads * layout.block_size * plane.head_dim * DTYPE_BYTES[plane.dtype]
+
+
+def layer_bytes(layout: layout_pb2.KvLayout, group: layout_pb2.KvGroup) -> int:
+    """Bytes of one layer in one block."""
+    return sum(plane_bytes(layout, plane) for plane in group.planes)
+
+
+def rebuild(layout: layout_pb2.KvLayout, captured: Iterable[bytes]) -> dict[int, bytes]:
+    """Every block of one shard's stream by its logical number, in the canonical order."""
+    sizes = [layer_bytes(layout, group) for group in layout.groups]
+    starts = [sum(sizes[i] * layout.groups[i].layers for i in range(g)) for g in range(len(sizes))]
+    block_bytes = sum(n * group.layers for n, group in zip(sizes, layout.groups, strict=True))
+    blocks: dict[int, bytearray] = {}
+    chunks = size = 0
+    for data in captured:
+        message = transfer_pb2.TransferRequest.FromString(data)
+        if message.WhichOneof("message") == "end":
+            assert (message.end.chunks, message.end.bytes) == (chunks, size)
+        if message.WhichOneof("message") != "chunk":
+            continue
+        chunk = message.chunk
+        assert crc32c(chunk.payload) == chunk.crc32c
+        run = chunk.layer_count * sizes[chunk.group]
+        at = starts[chunk.group] + chunk.layer_start * sizes[chunk.group]
+        assert len(chunk.payload) == chunk.block_count * run
+        for i in range(chunk.block_count):
+            block = blocks.setdefault(chunk.block_start + i, bytearray(block_bytes))
+            block[at : at + run] = chunk.payload[i * run : (i + 1) * run]
+        chunks, size = chunks + 1, size + len(chunk.payload)
+    return {number: bytes(block) for number, block in blocks.items()}
+
+
+def token_kv(layout: layout_pb2.KvLayout, block: bytes, slot: int) -> bytes:
+    """One token's KV out of a block: group -> layer -> plane -> head -> dimension."""
+    found, at = b"", 0
+    for group in layout.groups:
+        for _ in range(group.layers):
+            for plane in group.planes:
+                row = plane.head_dim * DTYPE_BYTES[plane.dtype]
+                for _ in range(plane.heads):
+                    found += block[at + slot * row : at + (slot + 1) * row]
+                    at += layout.block_size * row
+    return found
