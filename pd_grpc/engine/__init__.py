@@ -1,1 +1,1 @@
-"""Inference engines behind one contract (`base`): `sim` without a model, `torch` over transformers."""
+"""Inference engines behind one contract, `base`: `sim` without a model, `torch` with one."""

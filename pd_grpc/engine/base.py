@@ -106,9 +106,7 @@ class KvMemory(Protocol):
     @property
     def num_blocks(self) -> int: ...
 
-    def read(
-        self, blocks: Sequence[int], group: int, layer: int, layers: int
-    ) -> list[memoryview]:
+    def read(self, blocks: Sequence[int], group: int, layer: int, layers: int) -> list[memoryview]:
         """The slab as read-only pieces to be joined in order, without a copy where the memory is on
         the host. The pieces are valid while the caller holds the blocks."""
         ...
@@ -116,7 +114,7 @@ class KvMemory(Protocol):
     def write(
         self, blocks: Sequence[int], group: int, layer: int, layers: int, payload: memoryview
     ) -> None:
-        """Copy a slab into the pool, once. ValueError when `payload` has another size than the slab."""
+        """Copy a slab into the pool, once. ValueError when `payload` has another size."""
         ...
 
 
@@ -157,9 +155,9 @@ class Engine(ABC):
     def tokenizer(self) -> Tokenizer:
         """The model's tokenizer; loaded with the model, cheap to call, safe from any thread."""
 
-    def warm_up(self) -> None:
+    def warm_up(self) -> None:  # noqa: B027 - an engine may have nothing to do
         """Run what makes the first real step slow. Called once before the server is ready; touches
         block 0 of the pool at most, which is free then."""
 
-    def close(self) -> None:
+    def close(self) -> None:  # noqa: B027 - an engine may have nothing to do
         """Give back what the engine holds outside Python's memory."""

