@@ -83,9 +83,22 @@ def bind(server: grpc.aio.Server, host: str, port: int) -> int:
 
 
 def time_left(context: grpc.aio.ServicerContext[Any, Any]) -> float | None:
-    """Seconds until the caller's deadline; None when it has none."""
+    """Seconds until the caller's deadline, at the start of its call; None when it has none.
+
+    grpc sends what is left rounded up, to 10 ms below 10 s, to 100 ms below 100 s, to 1 s below
+    1,000 s and so on; that much is taken off, so that the caller's own timer is never the first.
+    """
     left = context.time_remaining()
-    return None if left is None or left > _NO_DEADLINE_S else max(0.0, float(left))
+    if left is None or left > _NO_DEADLINE_S:
+        return None
+    return max(0.0, float(left) - _sent_in_steps_of(left))
+
+
+def _sent_in_steps_of(seconds: float) -> float:
+    step = 0.001
+    while seconds >= 1000 * step:
+        step *= 10
+    return step
 
 
 def budget_of(context: grpc.aio.ServicerContext[Any, Any], timeouts: Timeouts) -> float:

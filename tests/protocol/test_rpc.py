@@ -51,6 +51,14 @@ async def test_a_budget_is_what_the_caller_gives_less_the_margin(
     assert deadlines.budget == pytest.approx(deadlines.left - 0.1, abs=0.05)
 
 
+@pytest.mark.parametrize("timeout_s", [0.7, 7.778, 77.77, 123.4, 2345.6])
+async def test_a_deadline_that_grpc_rounds_up_on_its_way_is_never_overstated(
+    stub: admin_pb2_grpc.AdminServiceStub, deadlines: Deadlines, timeout_s: float
+) -> None:
+    await stub.Drain(admin_pb2.DrainRequest(), timeout=timeout_s)
+    assert deadlines.left is not None and 0.9 * timeout_s < deadlines.left <= timeout_s
+
+
 async def test_a_call_without_a_deadline_has_the_default_budget(
     stub: admin_pb2_grpc.AdminServiceStub, deadlines: Deadlines
 ) -> None:
