@@ -22,7 +22,11 @@ def load_engine(
     if config.engine == "sim":
         from pd_grpc.engine.sim import SimEngine
 
-        return SimEngine(config)
+        try:
+            return SimEngine(config)
+        except ValueError as error:
+            field, _, text = str(error).partition(": ")
+            raise ModelError(field, text) from error
     from pd_grpc.engine.torch import load_torch_engine
 
     return load_torch_engine(config, progress)
