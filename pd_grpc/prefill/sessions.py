@@ -34,6 +34,17 @@ class Phase(enum.Enum):
     """Broken; the back-off before the next try runs."""
 
 
+_DUE_IN = {
+    "connect": (Phase.CONNECTING,),
+    "heartbeat": (Phase.OPEN,),
+    "silence": (Phase.OPEN,),
+    "idle": (Phase.OPEN,),
+    "reconnect": (Phase.WAITING,),
+    "grace": (Phase.WAITING, Phase.CONNECTING),
+}
+"""Each timer, and the phases in which it means something."""
+
+
 @dataclass(frozen=True)
 class Opened:
     """Calls may be made in the session's name."""
@@ -212,6 +223,8 @@ class DecodeSession:
         """Do what is due."""
         out: list[Output] = []
         for due in self._timers.pop_due(now):
+            if self.phase not in _DUE_IN[due]:
+                continue  # What was due before it has ended that.
             if due == "connect":
                 out.append(CloseSession(self.endpoint, self.link, graceful=False))
                 waited = f"no welcome within {self._timeouts.connect_s:g} s"
@@ -354,6 +367,6 @@ class DecodeSession:
         self.phase = Phase.IDLE
         self.draining = False
         self._backoff_s = self._timeouts.reconnect_min_s
-        for timer in ("connect", "heartbeat", "silence", "grace", "reconnect", "idle"):
+        for timer in _DUE_IN:
             self._timers.cancel(timer)
         return []

@@ -10,7 +10,7 @@ import grpc.aio
 
 from pd_grpc.engine.base import KvMemory
 from pd_grpc.protocol import rpc
-from pd_grpc.protocol.faults import Code, TransportFault
+from pd_grpc.protocol.faults import Code, Fault, TransportFault
 from pd_grpc.transport.base import SendStream, SendTransport, Slab, StreamListener
 from pd_grpc.v1 import decode_pb2, layout_pb2, transfer_pb2, transfer_pb2_grpc
 
@@ -108,6 +108,8 @@ class InlineStream(SendStream):
         """Cancel the call. Nothing of ours lands in D's memory after its stream has gone."""
         self._ended = True
         self._call.cancel()
+        # A call that is cancelled before it has begun leaves whoever writes to it waiting for ever.
+        self._reader.cancel()
         await asyncio.wait([self._reader])
 
     async def _send(self, message: transfer_pb2.TransferRequest) -> bool:
@@ -125,21 +127,16 @@ class InlineStream(SendStream):
         return not self._ended
 
     async def _converse(self, message: transfer_pb2.TransferOpen) -> None:
-        await self._send(transfer_pb2.TransferRequest(open=message))
+        fault: Fault | TransportFault
         try:
+            await self._send(transfer_pb2.TransferRequest(open=message))
             async for response in self._call:
                 if not self._ended:
                     self._hear(response)
             fault = TransportFault(Code.UNAVAILABLE, "the stream ended before it was complete")
         except grpc.aio.AioRpcError as error:
-            read = rpc.read_error(error)
-            if not self._ended:
-                self._ended = True
-                self._listener.broken(read)
-            return
+            fault = rpc.read_error(error)
         except asyncio.CancelledError:
-            if not self._call.cancelled():
-                raise
             fault = TransportFault(Code.CANCELLED, "the stream was cancelled")
         if not self._ended:
             self._ended = True

@@ -74,7 +74,7 @@ class Decode:
 class World:
     """Drives a machine. Every action it returns is kept in `actions`; `take` picks some out."""
 
-    def __init__(self, num_blocks: int = 64, **settings: object) -> None:
+    def __init__(self, num_blocks: int = 64, max_model_len: int = 2000, **settings: object) -> None:
         self.config = PrefillConfig.model_validate(
             {
                 "chunk_tokens": 8,
@@ -88,7 +88,7 @@ class World:
         self.limits = ModelLimits(
             layout=LAYOUT,
             vocab_size=1000,
-            max_model_len=2000,
+            max_model_len=max_model_len,
             num_blocks=num_blocks,
             features=frozenset(),
             eos_token_ids=frozenset({EOS}),
@@ -131,12 +131,13 @@ class World:
         max_tokens: int = 16,
         budget_s: float = 100.0,
         generated: tuple[int, ...] = (),
+        decode_name: str = "",
         **fields: object,
     ) -> int:
         """Call Prefill; returns the call's number."""
         call = next(self.calls)
         request = prefill_request(
-            transfer_id, tokens, decodes, attempt, max_tokens, generated, **fields
+            transfer_id, tokens, decodes, attempt, max_tokens, generated, decode_name, **fields
         )
         self.feed(ev.PrefillCalled(call, request, budget_s))
         return call
@@ -293,6 +294,7 @@ def prefill_request(
     attempt: int = 1,
     max_tokens: int = 16,
     generated: tuple[int, ...] = (),
+    decode_name: str = "",
     **fields: object,
 ) -> prefill_pb2.PrefillRequest:
     request = prefill_pb2.PrefillRequest(
@@ -300,7 +302,7 @@ def prefill_request(
         token_ids=range(3, 3 + tokens),
         generated_token_ids=generated,
         sampling=sampling_pb2.SamplingParams(max_tokens=max_tokens, temperature=0),
-        decodes=[prefill_pb2.DecodeTarget(endpoint=endpoint) for endpoint in decodes],
+        decodes=[prefill_pb2.DecodeTarget(name=decode_name, endpoint=at) for at in decodes],
     )
     request.MergeFrom(prefill_pb2.PrefillRequest(**fields))  # type: ignore[arg-type]
     return request

@@ -1,0 +1,247 @@
+"""How a request finds a D, and turns to another."""
+
+from __future__ import annotations
+
+import pytest
+
+from pd_grpc.prefill import actions as act
+from pd_grpc.prefill import events as ev
+from pd_grpc.prefill.states import PrefillState
+from pd_grpc.protocol.faults import Code, Fault, Quota, Reason, TransportFault
+from pd_grpc.protocol.refs import TransferKey
+from pd_grpc.v1 import decode_pb2, layout_pb2, types_pb2
+from tests.prefill.world import D1, D2, GONE, World
+
+REFUSALS = [
+    (Fault(Reason.NO_BLOCKS, "full", quota=Quota(3, 1)), True),
+    (Fault(Reason.QUEUE_FULL, "full"), True),
+    (Fault(Reason.DRAINING, "leaving"), True),
+    (Fault(Reason.STALE_EPOCH, "older"), True),
+    (Fault(Reason.WRONG_INSTANCE, "other"), True),
+    (GONE, True),
+    (Fault(Reason.TOO_LARGE, "never fits"), False),
+    (Fault(Reason.RELEASED, "ended"), False),
+    (Fault(Reason.HANDOFF_MISMATCH, "sampling"), False),
+    (Fault(Reason.DUPLICATE_TRANSFER, "another body"), False),
+    (TransportFault(Code.INTERNAL, "a bug"), False),
+    (TransportFault(Code.RESOURCE_EXHAUSTED, "message too large"), False),
+]
+
+
+@pytest.mark.parametrize(("fault", "helps"), REFUSALS)
+def test_another_d_is_asked_where_that_can_help(
+    world: World, fault: Fault | TransportFault, helps: bool
+) -> None:
+    call = world.call(decodes=(D1, D2))
+    world.connect(D1)
+    world.refuse(fault)
+    if not helps:
+        assert world.emitted(call)[1:2] == [world.fault(call).reason.name]
+        return
+    # The caller hears of it before the other D is even connected to.
+    order = [a for a in world.actions if isinstance(a, act.Emit | act.OpenSession)]
+    assert [type(a) for a in order[-2:]] == [act.Emit, act.OpenSession]
+    placing = world.taken(act.Emit)[-1].response.placing
+    assert placing.decode.endpoint == D2
+    world.connect(D2)
+    world.grant()
+    world.step()
+    world.answer_first_token()
+    world.complete()
+    assert world.emitted(call) == ["queued", "placing", "progress", "handed_off", "OK"]
+
+
+@pytest.mark.parametrize(
+    ("fault", "reason"),
+    [
+        (GONE, Reason.DECODE_LOST),
+        (TransportFault(Code.DEADLINE_EXCEEDED, "late"), Reason.STAGE_DEADLINE),
+        (TransportFault(Code.RESOURCE_EXHAUSTED, "16 MiB"), Reason.TOO_LARGE),
+        (TransportFault(Code.UNIMPLEMENTED, "no such method"), Reason.WRONG_INSTANCE),
+        (TransportFault(Code.CANCELLED, "reset"), Reason.DECODE_LOST),
+    ],
+)
+def test_an_allocate_that_d_did_not_answer_is_given_back(
+    world: World, fault: TransportFault, reason: Reason
+) -> None:
+    call = world.call()
+    world.connect()
+    world.refuse(fault)
+    assert world.fault(call).reason is reason
+    assert world.releases() == [(D1, reason)]
+
+
+def test_an_answer_of_ds_needs_no_release(world: World) -> None:
+    call = world.call()
+    world.connect()
+    world.refuse(Fault(Reason.NO_BLOCKS, "full", quota=Quota(3, 1)))
+    assert world.fault(call).reason is Reason.NO_BLOCKS
+    assert world.releases() == []
+
+
+def test_a_lost_answer_is_given_back_before_another_d_is_asked(world: World) -> None:
+    world.call(decodes=(D1, D2))
+    world.connect(D1)
+    world.refuse(GONE)
+    assert world.releases() == [(D1, Reason.RELEASED)]
+
+
+def test_a_d_that_refuses_the_connection_fails_its_requests_at_once(world: World) -> None:
+    calls = [world.call(f"t-{n}") for n in range(3)]
+    world.break_session()
+    assert [world.fault(call).reason for call in calls] == [Reason.DECODE_LOST] * 3
+    assert [forget.endpoint for forget in world.taken(act.ForgetDecode)] == [D1]
+
+
+def test_a_d_that_never_answers_is_given_up_after_connect_s(world: World) -> None:
+    call = world.call()
+    world.advance(1.9)
+    assert world.state() is PrefillState.QUEUED
+    world.advance(0.2)
+    assert world.fault(call).reason is Reason.DECODE_LOST
+    (closed,) = world.taken(act.CloseSession)
+    assert not closed.graceful
+
+
+def test_a_d_with_another_layout_fails_its_requests_with_the_field(world: World) -> None:
+    call = world.call()
+    said = Fault(Reason.LAYOUT_MISMATCH, "block_size differs", {"field": "block_size"})
+    world.break_session(fault=said)
+    assert world.fault(call).metadata["field"] == "block_size"
+
+
+def test_a_welcome_with_another_layout_is_turned_down(world: World) -> None:
+    call = world.call()
+    welcome = world.decodes[D1].welcome()
+    welcome.welcome.layout.groups[0].planes[1].heads = 2
+    (opened,) = world.taken(act.OpenSession)
+    world.feed(ev.SessionMessage(D1, opened.link, welcome))
+    fault = world.fault(call)
+    assert fault.reason is Reason.LAYOUT_MISMATCH
+    assert fault.metadata["field"] == "groups[0].planes[1].heads"
+
+
+def test_another_instance_behind_the_address_fails_only_those_who_name_one(world: World) -> None:
+    named = world.call("t-1", decode_name="d9")
+    any_ = world.call("t-2")
+    world.break_session(fault=Fault(Reason.WRONG_INSTANCE, "this is d1"))
+    assert world.fault(named).reason is Reason.WRONG_INSTANCE
+    assert world.taken(act.OpenSession)[-1].hello.decode_name == ""
+    world.connect()
+    assert world.state("t-2") is PrefillState.ALLOCATING
+    assert world.emitted(any_) == ["queued"]
+
+
+def test_a_name_that_is_not_ds_is_refused_without_asking(world: World) -> None:
+    world.call("t-1")
+    world.connect()
+    call = world.call("t-2", decode_name="d9")
+    assert world.fault(call).reason is Reason.WRONG_INSTANCE
+    assert [asked.key.transfer_id for asked in world.taken(act.SendAllocate)] == ["t-1"]
+
+
+def test_a_draining_d_is_not_asked(world: World) -> None:
+    world.call("t-1")
+    world.connect()
+    world.say(drain=decode_pb2.Drain())
+    call = world.call("t-2", decodes=(D1, D2))
+    assert world.emitted(call) == ["queued", "placing"]
+    assert [a.endpoint for a in world.taken(act.OpenSession)] == [D1, D2]
+
+
+def test_a_d_that_says_goodbye_is_lost_at_once(world: World) -> None:
+    granted = world.bring_to(PrefillState.COMPUTING)
+    asking = world.call("t-2", decodes=(D1, D2))
+    world.say(goodbye=decode_pb2.Goodbye(reason="upgrade"))
+    fault = world.fault(granted)
+    assert fault.reason is Reason.DECODE_LOST and "upgrade" in fault.message
+    assert world.emitted(asking) == ["queued", "placing"]
+    assert [a.key.transfer_id for a in world.taken(act.CancelAllocate)] == ["t-2"]
+
+
+def test_a_session_renewed_under_an_allocate_asks_again_in_the_new_name(world: World) -> None:
+    world.bring_to(PrefillState.ALLOCATING)
+    world.break_session()
+    world.advance(0.1)
+    world.connect()
+    world.refuse(Fault(Reason.NO_SESSION, "unknown session"))
+    first, second = world.taken(act.SendAllocate)
+    assert (first.request.session_id, second.request.session_id) == ("d1-s1", "d1-s2")
+    assert second.link > first.link
+
+
+def test_an_allocate_outlives_a_session_that_comes_back(world: World) -> None:
+    world.bring_to(PrefillState.ALLOCATING)
+    world.break_session()
+    world.grant()
+    assert world.state() is PrefillState.COMPUTING
+    world.advance(0.1)
+    world.connect()
+    beat = world.taken(act.SendOnSession)[-1].message.heartbeat
+    assert list(beat.grant_ids) == ["g-t-1-1"]
+
+
+def test_an_allocate_is_given_up_when_its_d_does_not_come_back(world: World) -> None:
+    call = world.bring_to(PrefillState.ALLOCATING)
+    world.break_session()
+    world.advance(1.1)
+    assert world.fault(call).reason is Reason.DECODE_LOST
+    assert len(world.taken(act.CancelAllocate)) == 1
+    assert world.releases() == [(D1, Reason.DECODE_LOST)]
+
+
+def test_requests_beyond_the_queue_are_refused_and_only_for_that_d() -> None:
+    world = World(prefill_queue=2)
+    for n in range(2):
+        world.call(f"t-{n}")
+    assert world.fault(world.call("t-3")).reason is Reason.QUEUE_FULL
+    other = world.call("t-4", decodes=(D2,))
+    assert world.emitted(other) == ["queued"]
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"grant_id": ""}, "grant_id"),
+        ({"wanted": [types_pb2.BlockRange(start=1, count=9)]}, "wanted blocks [1, 10) of 2"),
+        ({"wanted": [types_pb2.BlockRange(start=0, count=0)]}, "wanted blocks [0, 0)"),
+        ({"shards": []}, "no shards"),
+        ({"shards": [layout_pb2.Shard(endpoint="x:1", tp_size=2)]}, "tp_size 2"),
+        ({"shards": [layout_pb2.Shard(endpoint="x:1", head_count=1)]}, "heads"),
+        ({"shards": [layout_pb2.Shard(endpoint="x:1", layer_count=9)]}, "layers [0, 9)"),
+        ({"shards": [layout_pb2.Shard()]}, "endpoint"),
+        ({"transport": layout_pb2.TRANSPORT_NIXL}, "transport"),
+    ],
+)
+def test_a_grant_that_cannot_be_used_is_given_back(
+    world: World, change: dict[str, object], says: str
+) -> None:
+    call = world.call()
+    world.connect()
+    good: dict[str, object] = {
+        "grant_id": "g",
+        "wanted": [types_pb2.BlockRange(start=0, count=2)],
+        "shards": [layout_pb2.Shard(endpoint="x:1")],
+    }
+    response = decode_pb2.AllocateResponse(**{**good, **change})  # type: ignore[arg-type]
+    world.feed(ev.AllocateAnswered(world.ask(), response, None))
+    fault = world.fault(call)
+    assert fault.reason is Reason.WRONG_STATE and says in fault.message
+    assert world.releases() == [(D1, Reason.WRONG_STATE)]
+
+
+def test_grants_wait_for_the_engine_within_prepare_ahead() -> None:
+    world = World(prepare_ahead=2)
+    world.occupy_pool()
+    for n in range(5):
+        world.call(f"t-{n}")
+    world.connect()
+    # All five ask, for those that ask do not count; with two granted no other may begin to.
+    for n in range(2):
+        world.grant(f"t-{n}")
+    world.call("t-5")
+    assert world.state("t-5") is PrefillState.QUEUED
+    world.free_pool()
+    world.feed(ev.PrefillCallEnded(1))
+    assert world.state("t-5") is PrefillState.ALLOCATING
+    assert world.machine.requests.in_flight[TransferKey("t-1", 1)].holding is not None

@@ -1,0 +1,75 @@
+"""Whose turn it is to ask, as rules alone."""
+
+from __future__ import annotations
+
+from pd_grpc.prefill.prepare import PreparePool
+from pd_grpc.protocol.refs import TransferKey
+
+
+def key(n: int) -> TransferKey:
+    return TransferKey(f"t-{n}", 1)
+
+
+def fill(pool: PreparePool, endpoint: str, numbers: range) -> None:
+    for n in numbers:
+        pool.enqueue(endpoint, key(n))
+
+
+def test_each_d_has_a_window_and_all_have_a_total() -> None:
+    pool = PreparePool(window=2, total=3, ahead=100)
+    fill(pool, "a", range(4))
+    fill(pool, "b", range(10, 14))
+    assert pool.start(lambda _: True) == [key(0), key(1), key(10)]
+    assert (pool.in_flight, pool.in_flight_to("a"), pool.in_flight_to("b")) == (3, 2, 1)
+    assert pool.start(lambda _: True) == []
+
+
+def test_a_d_whose_window_is_full_holds_up_no_other() -> None:
+    pool = PreparePool(window=2, total=100, ahead=100)
+    fill(pool, "silent", range(50))
+    fill(pool, "free", range(50, 52))
+    assert pool.start(lambda _: True) == [key(0), key(1), key(50), key(51)]
+
+
+def test_the_oldest_asks_first_whatever_its_d() -> None:
+    pool = PreparePool(window=10, total=1, ahead=100)
+    for n, endpoint in enumerate(["a", "b", "a"]):
+        pool.enqueue(endpoint, key(n))
+    order = []
+    for _ in range(3):
+        (started,) = pool.start(lambda _: True)
+        order.append(started)
+        pool.answered(started, granted=False)
+    assert order == [key(0), key(1), key(2)]
+
+
+def test_none_asks_a_d_that_cannot_be_asked() -> None:
+    pool = PreparePool(window=10, total=10, ahead=100)
+    fill(pool, "away", range(2))
+    fill(pool, "here", range(2, 3))
+    assert pool.start(lambda endpoint: endpoint == "here") == [key(2)]
+    assert pool.waiting_for("away") == 2
+
+
+def test_grants_not_yet_computed_are_bounded_and_asking_does_not_count() -> None:
+    pool = PreparePool(window=10, total=10, ahead=2)
+    fill(pool, "a", range(6))
+    assert len(pool.start(lambda _: True)) == 6
+    for n in range(2):
+        pool.answered(key(n), granted=True)
+    fill(pool, "a", range(6, 7))
+    assert (pool.granted, pool.start(lambda _: True)) == (2, [])
+    pool.computed(key(0))
+    assert pool.start(lambda _: True) == [key(6)]
+
+
+def test_a_request_that_is_withdrawn_leaves_nothing_behind() -> None:
+    pool = PreparePool(window=1, total=1, ahead=1)
+    fill(pool, "a", range(3))
+    pool.start(lambda _: True)
+    pool.withdraw(key(1))
+    pool.withdraw(key(0))
+    assert pool.start(lambda _: True) == [key(2)]
+    pool.answered(key(2), granted=True)
+    pool.withdraw(key(2))
+    assert (pool.in_flight, pool.granted, pool.waiting_for("a")) == (0, 0, 0)

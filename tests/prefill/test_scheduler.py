@@ -1,0 +1,135 @@
+"""What the engine computes next, as rules alone."""
+
+from __future__ import annotations
+
+from itertools import count
+
+from pd_grpc.blocks.pool import BlockPool, BlockState
+from pd_grpc.prefill.scheduler import Plan, PrefillScheduler
+from pd_grpc.prefill.states import PrefillRecord, Times
+from pd_grpc.protocol.refs import TransferKey
+from pd_grpc.protocol.sampling import Sampling
+from pd_grpc.v1 import prefill_pb2
+from tests.prefill.world import LAYOUT
+
+_numbers = count()
+
+
+def record(tokens: int) -> PrefillRecord:
+    return PrefillRecord(
+        key=TransferKey(f"t-{next(_numbers)}", 1),
+        call=0,
+        request=prefill_pb2.PrefillRequest(),
+        sampling=Sampling(max_tokens=4),
+        tokens=tuple(range(tokens)),
+        deadline=0,
+        times=Times(0),
+    )
+
+
+class Bench:
+    """A scheduler of chunks of 8 tokens, whose steps the test computes."""
+
+    def __init__(self, blocks: int = 100, batch: int = 4) -> None:
+        self.pool = BlockPool(blocks)
+        self.scheduler = PrefillScheduler(self.pool, LAYOUT, batch, chunk_tokens=8)
+        self.records: list[PrefillRecord] = []
+
+    def add(self, *tokens: int) -> list[PrefillRecord]:
+        added = [record(n) for n in tokens]
+        for each in added:
+            self.scheduler.add(each)
+        self.records += added
+        return added
+
+    def step(self) -> list[tuple[int, int, int]]:
+        """Compute the next step: (index of the request, first token, tokens) of each chunk."""
+        plan = self.scheduler.plan()
+        return [] if plan is None else self.compute(plan)
+
+    def compute(self, plan: Plan) -> list[tuple[int, int, int]]:
+        done = []
+        for each, chunk in zip(plan.records, plan.chunks, strict=True):
+            done.append((self.records.index(each), chunk.start, len(chunk.token_ids)))
+            each.computed += len(chunk.token_ids)
+            if chunk.sample is not None:
+                self.scheduler.remove(each)
+                assert each.holding is not None
+                each.holding.release()
+        return done
+
+    def idle(self) -> bool:
+        self.pool.check()
+        return self.pool.counts()[BlockState.FREE] == self.pool.total
+
+
+def test_the_oldest_goes_first_and_chunks_are_its_own() -> None:
+    bench = Bench()
+    bench.add(20, 20)
+    steps = [bench.step() for _ in range(6)]
+    assert steps[0] == [(0, 0, 8)] and steps[1] == [(0, 8, 8)]
+    # The last chunk of the first leaves room, but not for a whole chunk of the second.
+    assert steps[2] == [(0, 16, 4)]
+    assert steps[3:] == [[(1, 0, 8)], [(1, 8, 8)], [(1, 16, 4)]]
+    assert bench.idle()
+
+
+def test_short_prompts_share_a_step() -> None:
+    bench = Bench()
+    bench.add(3, 2, 3, 5)
+    assert bench.step() == [(0, 0, 3), (1, 0, 2), (2, 0, 3)]
+    assert bench.step() == [(3, 0, 5)]
+    assert bench.step() == []
+    assert bench.idle()
+
+
+def test_company_does_not_move_the_cuts() -> None:
+    alone, together = Bench(), Bench()
+    alone.add(21)
+    together.add(3, 21, 6)
+    cuts_alone = [chunk for _ in range(3) for chunk in alone.step()]
+    cuts = [chunk for _ in range(8) for chunk in together.step() if chunk[0] == 1]
+    assert [c[1:] for c in cuts] == [c[1:] for c in cuts_alone] == [(0, 8), (8, 8), (16, 5)]
+
+
+def test_no_more_than_the_batch_at_once() -> None:
+    bench = Bench(batch=2)
+    bench.add(1, 1, 1)
+    assert bench.step() == [(0, 0, 1), (1, 0, 1)]
+    assert bench.step() == [(2, 0, 1)]
+
+
+def test_a_request_that_does_not_fit_waits_and_none_overtakes_it() -> None:
+    bench = Bench(blocks=4)
+    first, second, third = bench.add(12, 16, 1)
+    assert bench.step() == [(0, 0, 8)]
+    assert second.holding is None and third.holding is None
+    assert bench.step() == [(0, 8, 4)]
+    assert first.holding is not None and first.holding.released
+    assert bench.step() == [(1, 0, 8)]
+    assert bench.step() == [(1, 8, 8)]
+    assert bench.step() == [(2, 0, 1)]
+    assert bench.idle()
+
+
+def test_suspects_are_computed_alone() -> None:
+    bench = Bench()
+    bench.add(2, 2, 2)
+    plan = bench.scheduler.plan()
+    assert plan is not None and len(plan.records) == 3
+    bench.scheduler.suspect(plan.records[:2])
+    assert bench.step() == [(0, 0, 2)]
+    assert bench.step() == [(1, 0, 2)]
+    assert bench.step() == [(2, 0, 2)]
+
+
+def test_a_request_that_is_removed_is_not_computed() -> None:
+    bench = Bench()
+    first, second = bench.add(20, 4)
+    bench.step()
+    bench.scheduler.remove(first)
+    bench.scheduler.remove(second)
+    assert bench.step() == []
+    assert first.holding is not None
+    first.holding.release()
+    assert bench.idle()
