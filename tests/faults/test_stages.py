@@ -1,7 +1,8 @@
 """Whatever ends a request, at whatever stage: its client hears why, and every block comes back.
 
-F18, F24, F33, F34, S10: cancel, disconnect and deadline, each met at every stage. A stage is held open
-by what it waits for: a D whose pool is taken, a P that computes slowly, a D that decodes slowly.
+F18, F24, F33, F34, S10: cancel, disconnect and deadline, each met at every stage. A stage is held
+open by what it waits for: a D whose pool is taken, a P that computes slowly, a D that decodes
+slowly.
 `cluster` checks at its end that every block is free and no transfer is left anywhere.
 """
 
@@ -61,7 +62,8 @@ Call = grpc.aio.UnaryStreamCall[inference_pb2.GenerateRequest, inference_pb2.Gen
 
 def _generate(channel: grpc.aio.Channel, timeout_s: float) -> Call:
     stub = inference_pb2_grpc.InferenceServiceStub(channel)
-    return stub.Generate(request(LONG, SLOW), timeout=timeout_s)
+    call: Call = stub.Generate(request(LONG, SLOW), timeout=timeout_s)
+    return call
 
 
 async def _read_to_end(call: Call) -> None:
@@ -95,7 +97,7 @@ async def test_a_client_whose_connection_closes_frees_its_request(stage: str) ->
         channel = rpc.aio_channel(running.router.endpoint, RouterConfig(), RouterConfig())
         reading = asyncio.create_task(_read_to_end(_generate(channel, 60)))
         await there()
-        await channel.close()
+        await channel.close(None)
         with pytest.raises((asyncio.CancelledError, grpc.aio.AioRpcError)):
             await reading
         await _ended(running)
