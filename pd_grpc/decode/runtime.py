@@ -44,7 +44,7 @@ class DecodeRuntime:
         self.listeners: list[Callable[[act.Changed], None]] = []
         self._engine = engine
         self._clock = clock
-        self._spans = spans
+        self.spans = spans
         self._set_ready = set_ready
         self._loop = asyncio.get_running_loop()
         self._engine_thread = ThreadPoolExecutor(1, "pd-engine")
@@ -88,7 +88,7 @@ class DecodeRuntime:
         """An Allocate; leaves the queue when the caller stops waiting."""
         call, answer = self._open_unary()
         self._keys[call] = key_of(request.ref)
-        self._spans.allocate(key_of(request.ref), context, self._clock.now())
+        self.spans.allocate(key_of(request.ref), context, self._clock.now())
         self.feed(ev.AllocateCalled(call, request))
         try:
             response = await answer
@@ -135,15 +135,15 @@ class DecodeRuntime:
         ledger = self.machine.ledger
         if request.HasField("handoff"):
             key = key_of(request.handoff.ref)
-            self._spans.client(key, context)
+            self.spans.client(key, context)
             self.feed(ev.GenerateCalled(call, request, budget_s))
             if ledger.of_key(key) is None:
-                self._spans.forget(key)
+                self.spans.forget(key)
             return call, outbox
         self.feed(ev.GenerateCalled(call, request, budget_s))
         transfer = ledger.of_call(call)
         if transfer is not None:
-            self._spans.client(transfer.key, context)
+            self.spans.client(transfer.key, context)
         return call, outbox
 
     def close_generate(self, call: int) -> None:
@@ -216,7 +216,7 @@ class DecodeRuntime:
         if key is not None:
             live = self.machine.ledger.of_key(key)
             if live is None or live.prefill is None:
-                self._spans.refused(key, action.fault, now)
+                self.spans.refused(key, action.fault, now)
         answer = self._unary.get(action.call)
         if answer is not None and not answer.done():
             answer.set_exception(action.fault)
@@ -247,7 +247,7 @@ class DecodeRuntime:
             self._bulk.close_grant(action.grant_id, action.fault)
 
     def _note(self, change: act.Changed, now: float) -> None:
-        self._spans.changed(change, now)
+        self.spans.changed(change, now)
         for listener in self.listeners:
             listener(change)
         if change.fault is not None:
@@ -257,7 +257,7 @@ class DecodeRuntime:
     async def _run_step(self, plan: act.StepPlan, now: float) -> None:
         transfers = self.machine.ledger.transfers
         served = plan.prefill_grants + plan.decode_grants
-        self._spans.step_began(plan, [transfers[g].key for g in served if g in transfers], now)
+        self.spans.step_began(plan, [transfers[g].key for g in served if g in transfers], now)
         event: ev.Event
         fault: Fault | None = None
         try:
@@ -272,7 +272,7 @@ class DecodeRuntime:
             log.exception("the engine raised")
             fault = Fault(Reason.ENGINE_ERROR, f"{type(error).__name__} in the engine")
             event = ev.StepFailed(plan.step, fault)
-        self._spans.step_ended(self._clock.now(), fault)
+        self.spans.step_ended(self._clock.now(), fault)
         self._step = None
         self.feed(event)
 

@@ -38,6 +38,10 @@ class DecodeSpans:
         self._requests: dict[TransferKey, _Request] = {}
         self._step: Span | None = None
 
+    def __len__(self) -> int:
+        """Transfers of which something is kept."""
+        return len(self._requests)
+
     def allocate(self, key: TransferKey, context: Context, at: float) -> None:
         """P asks: the wait for blocks begins."""
         request = self._requests.setdefault(key, _Request())

@@ -12,10 +12,11 @@ from typing import Any
 import google_crc32c
 import grpc
 import grpc.aio
+from opentelemetry.sdk.trace import TracerProvider
 
 from pd_grpc.blocks.pool import BlockState
 from pd_grpc.decode.server import DecodeServer, start_decode
-from pd_grpc.engine.base import DecodeSlot, PrefillChunk, Sampled, SampleSpec
+from pd_grpc.engine.base import PrefillChunk, Sampled, SampleSpec
 from pd_grpc.engine.sim import SimEngine
 from pd_grpc.engine.sim_reference import sim_answer
 from pd_grpc.protocol.config import DecodeConfig
@@ -59,10 +60,6 @@ class GatedEngine(SimEngine):
     def decode(self, batch: Any) -> list[Sampled]:
         self.entered.set()
         assert self.gate.wait(CALL_S)
-        return super().decode(batch)
-
-    def decodes(self, batch: list[DecodeSlot]) -> list[Sampled]:
-        """A step of the sim engine, whatever the gate says."""
         return super().decode(batch)
 
 
@@ -124,11 +121,13 @@ class Wire:
 
 @contextlib.asynccontextmanager
 async def wire(
-    engine: Callable[[DecodeConfig], SimEngine] = SimEngine, **settings: Any
+    engine: Callable[[DecodeConfig], SimEngine] = SimEngine,
+    provider: TracerProvider | None = None,
+    **settings: Any,
 ) -> AsyncIterator[Wire]:
     """A D that must have all its blocks back before it is stopped."""
     config = DecodeConfig(**{**SIM, **settings})
-    server = await start_decode(config, engine(config))
+    server = await start_decode(config, engine(config), tracer_provider=provider)
     try:
         async with grpc.aio.insecure_channel(server.endpoint) as channel:
             running = Wire(server, channel, config)

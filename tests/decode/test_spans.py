@@ -1,0 +1,78 @@
+"""D's part of a trace, and that nothing of it is kept once a transfer has ended."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+
+from pd_grpc.protocol.faults import Reason
+from pd_grpc.telemetry import names
+from tests.decode.wire import CALL_S, fault_of, tokens_of, wire
+from tests.waiting import until
+
+P_TRACE, CLIENT_TRACE = "0" * 31 + "a", "0" * 31 + "b"
+
+
+def parent(trace: str) -> Any:
+    return (("traceparent", f"00-{trace}-{'1' * 16}-01"),)
+
+
+def trace_of(span: ReadableSpan) -> str:
+    assert span.context is not None
+    return f"{span.context.trace_id:032x}"
+
+
+async def test_a_hand_over_is_drawn_under_both_callers() -> None:
+    exporter = InMemorySpanExporter()
+    provider = TracerProvider()
+    provider.add_span_processor(SimpleSpanProcessor(exporter))
+    async with wire(provider=provider) as d:
+        p = await d.prefill()
+        request = d.request(max_tokens=4)
+        client = d.inference.Generate(
+            request.generate(), timeout=CALL_S, metadata=parent(CLIENT_TRACE)
+        )
+        grant = await p.decode.Allocate(
+            request.allocate(p.welcome.session_id), timeout=CALL_S, metadata=parent(P_TRACE)
+        )
+        token, chunks = p.compute(request)
+        await p.first_token(request, grant.grant_id, token)
+        await p.send_kv(request, grant, chunks)
+        assert await tokens_of(client) == d.answer(request)
+        spans = {span.name: span for span in exporter.get_finished_spans()}
+        assert trace_of(spans[names.SPAN_RESERVE]) == P_TRACE
+        assert trace_of(spans[names.SPAN_RECEIVE]) == P_TRACE
+        assert trace_of(spans[names.SPAN_DECODE]) == CLIENT_TRACE
+        step = spans[names.SPAN_STEP]
+        assert [link.context for link in step.links] == [spans[names.SPAN_DECODE].context]
+        for name in (names.SPAN_RESERVE, names.SPAN_RECEIVE, names.SPAN_DECODE):
+            attributes = spans[name].attributes
+            assert attributes is not None
+            assert attributes[names.ATTR_TRANSFER_ID] == request.transfer_id
+            assert attributes[names.ATTR_OUTCOME] == "ok"
+        assert len(d.server.runtime.spans) == 0
+
+
+async def test_refused_calls_leave_nothing_behind_and_disturb_no_other() -> None:
+    async with wire() as d:
+        p = await d.prefill()
+        request = d.request(max_tokens=4)
+        call = d.generate(request)
+        grant = await p.allocate(request)
+        assert (await fault_of(d.generate(request))).reason is Reason.DUPLICATE_TRANSFER
+        fault = await fault_of(p.allocate(request, prompt_tokens=5))
+        assert fault.reason is Reason.DUPLICATE_TRANSFER
+        assert len(d.server.runtime.spans) == 1
+        for i in range(10):
+            bad = d.request(transfer_id=f"bad-{i}", prompt=[5000])
+            assert (await fault_of(d.generate(bad))).reason is Reason.BAD_REQUEST
+            assert (await fault_of(p.allocate(bad, prompt_tokens=0))).reason is Reason.BAD_REQUEST
+        assert len(d.server.runtime.spans) == 1
+        token, chunks = p.compute(request)
+        await p.first_token(request, grant.grant_id, token)
+        await p.send_kv(request, grant, chunks)
+        assert await tokens_of(call) == d.answer(request)
+        await until(lambda: len(d.server.runtime.spans) == 0)
