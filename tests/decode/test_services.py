@@ -1,4 +1,4 @@
-"""D over real sockets, P and client played with raw protobuf."""
+"""Hand-overs over real sockets, P and client played with raw protobuf."""
 
 from __future__ import annotations
 
@@ -10,19 +10,16 @@ import grpc
 import grpc.aio
 import pytest
 
-from pd_grpc.engine.sim import SimEngine
-from pd_grpc.protocol.faults import Code, Fault, Quota, Reason, read_status
+from pd_grpc.protocol.faults import Code, Fault, Quota, Reason
 from pd_grpc.protocol.rpc import read_error
 from pd_grpc.v1 import (
     decode_pb2,
     inference_pb2,
-    inference_pb2_grpc,
     sampling_pb2,
     transfer_pb2,
     types_pb2,
 )
-from tests.decode.messages import BLOCK, Request
-from tests.decode.wire import CALL_S, GatedEngine, RawPrefill, Wire, fault_of, tokens_of, wire
+from tests.decode.wire import CALL_S, Wire, fault_of, tokens_of, wire
 from tests.waiting import until
 
 
@@ -97,125 +94,6 @@ async def test_a_first_token_that_ends_the_request_needs_no_kv(d: Wire) -> None:
     assert await tokens_of(call) == d.answer(request)
 
 
-# Leaving, at each stage, in each way
-
-STAGES = ["EXPECTED", "WAITING", "RESERVED", "RECEIVING", "READY", "DECODING"]
-
-
-class Stage:
-    """A request brought to a stage, with all that must be let go of afterwards."""
-
-    def __init__(self, d: Wire, p: RawPrefill) -> None:
-        self.d = d
-        self.p = p
-        self.request = d.request(prompt=list(range(100, 150)), max_tokens=30)
-        self.blocker: Request | None = None
-        self.allocate: Any = None
-        self.transfer: Any = None
-
-    async def reach(self, stage: str) -> None:
-        d, p, request = self.d, self.p, self.request
-        await until_state(d, request, "EXPECTED")
-        if stage == "EXPECTED":
-            return
-        if stage == "WAITING":
-            self.blocker = d.request(prompt=list(range(200, 250)))
-            await p.allocate(self.blocker)
-            self.allocate = p.allocate(request)
-            await until_state(d, request, stage)
-            return
-        grant = await p.allocate(request)
-        token, chunks = p.compute(request)
-        if stage == "RECEIVING":
-            self.transfer = await p.open(request, grant)
-            await self.transfer.read()
-            chunk = chunks[0]
-            await self.transfer.write(transfer_pb2.TransferRequest(chunk=chunk))
-            await self.transfer.read()
-        elif stage != "RESERVED":
-            await p.send_kv(request, grant, chunks)
-        if stage == "DECODING":
-            await p.first_token(request, grant.grant_id, token)
-        await until_state(d, request, stage)
-
-    async def let_go(self) -> None:
-        if self.blocker is not None:
-            await self.p.release(self.blocker)
-
-
-async def until_state(d: Wire, request: Request, state: str) -> None:
-    machine = d.server.machine
-
-    def there() -> bool:
-        found = machine.find(request.transfer_id, 0)
-        return found is not None and found.state.name == state
-
-    await until(there)
-    assert await d.state(request) == state
-
-
-@pytest.mark.parametrize("how", ["cancel", "disconnect"])
-@pytest.mark.parametrize("stage", STAGES)
-async def test_a_client_that_leaves_frees_both_sides(stage: str, how: str) -> None:
-    """F24, F33, F52."""
-    async with wire(GatedEngine) as d:
-        engine = d.server.engine
-        assert isinstance(engine, GatedEngine)
-        engine.gate.clear()
-        p = await d.prefill()
-        at = Stage(d, p)
-        channel = grpc.aio.insecure_channel(d.server.endpoint)
-        stub = inference_pb2_grpc.InferenceServiceStub(channel)
-        call = stub.Generate(at.request.generate(), timeout=CALL_S)
-        reading = asyncio.create_task(drained(call))
-        await at.reach(stage)
-        if how == "cancel":
-            call.cancel()
-        await channel.close(None)
-        await reading
-        if stage == "WAITING":
-            assert (await fault_of(at.allocate)).reason is Reason.CLIENT_GONE
-        elif stage in ("RESERVED", "RECEIVING", "READY"):
-            fault = read_status((await p.told_of(at.request)).status)
-            assert isinstance(fault, Fault) and fault.reason is Reason.CLIENT_GONE
-        if stage == "RECEIVING":
-            assert (await fault_of(at.transfer)).reason is Reason.CLIENT_GONE
-        await until(lambda: d.server.machine.find(at.request.transfer_id, 0) is None)
-        engine.gate.set()
-        await at.let_go()
-
-
-async def drained(call: Any) -> None:
-    try:
-        async for _ in call:
-            pass
-    except (grpc.RpcError, asyncio.CancelledError):
-        pass
-
-
-@pytest.mark.parametrize("stage", STAGES)
-async def test_a_deadline_is_answered_in_time_and_names_the_stage(stage: str) -> None:
-    """F46: our details come before the client's own timer fires."""
-    async with wire(GatedEngine, hop_margin_s=0.3) as d:
-        engine = d.server.engine
-        assert isinstance(engine, GatedEngine)
-        engine.gate.clear()
-        p = await d.prefill()
-        at = Stage(d, p)
-        call = d.generate(at.request, timeout_s=1.5)
-        failed = asyncio.create_task(fault_of(call))
-        await at.reach(stage)
-        fault = await failed
-        assert fault.reason is Reason.STAGE_DEADLINE and fault.code is Code.DEADLINE_EXCEEDED
-        names = {"EXPECTED": "prefill", "WAITING": "allocate", "READY": "first_token"}
-        expected = names.get(stage, "decode" if stage == "DECODING" else "transfer")
-        assert fault.metadata == {"stage": expected}
-        if at.allocate is not None:
-            assert (await fault_of(at.allocate)).reason is Reason.STAGE_DEADLINE
-        engine.gate.set()
-        await at.let_go()
-
-
 # P's calls
 
 
@@ -253,7 +131,7 @@ async def test_an_allocate_that_is_cancelled_leaves_the_queue(d: Wire) -> None:
     waiting.prompt = list(range(300, 330))
     await p.allocate(blocker)
     call = p.allocate(waiting)
-    await until_state(d, waiting, "WAITING")
+    await d.until_state(waiting, "WAITING")
     call.cancel()
     await until(lambda: d.server.machine.find(waiting.transfer_id, 0) is None)
     await p.release(blocker)
@@ -275,7 +153,7 @@ async def test_legs_that_differ_fail_both(d: Wire) -> None:
     p = await d.prefill()
     request = d.request()
     call = d.generate(request)
-    await until_state(d, request, "EXPECTED")
+    await d.until_state(request, "EXPECTED")
     fault = await fault_of(p.allocate(request, prompt_digest=b"x" * 32))
     assert fault.reason is Reason.HANDOFF_MISMATCH and fault.code is Code.INVALID_ARGUMENT
     fault = await fault_of(call)
@@ -373,132 +251,3 @@ async def test_bytes_that_are_no_message_end_the_stream_with_an_error(d: Wire) -
     await raw.write(b"\xff\xff\xff\xff")
     assert (await fault_of(raw)).reason is Reason.BAD_REQUEST
     await until(lambda: d.server.machine.find(request.transfer_id, 0) is None)
-
-
-# Session
-
-
-async def test_heartbeats_renew_and_are_answered(d: Wire) -> None:
-    p = await d.prefill()
-    request = d.request()
-    grant = await p.allocate(request)
-    beat = decode_pb2.Heartbeat(sequence=1, grant_ids=[grant.grant_id, "g-none"])
-    await p.session.write(decode_pb2.SessionRequest(heartbeat=beat))
-    await until(lambda: len(p.heard) >= 2)
-    assert p.heard[0].heartbeat_ack.unknown_grant_ids == ["g-none"]
-    assert p.heard[1].load.total_blocks == 24
-    await p.release(request)
-
-
-async def test_a_silent_prefill_loses_its_grants() -> None:
-    """S8: here with times short enough to wait for."""
-    async with wire(heartbeat_s=0.2, grace_s=0.1) as d:
-        p = await d.prefill()
-        request = d.request()
-        call = d.generate(request)
-        await p.allocate(request)
-        assert (await fault_of(call)).reason is Reason.PREFILL_LOST
-        assert (await fault_of(p.session)).reason is Reason.LEASE_EXPIRED
-
-
-async def test_a_lease_that_nobody_renews_ends() -> None:
-    """F1."""
-    async with wire(lease_s=0.3) as d:
-        p = await d.prefill()
-        request = d.request()
-        call = d.generate(request)
-        await p.allocate(request)
-        fault = await fault_of(call)
-        assert fault.reason is Reason.LEASE_EXPIRED and fault.code is Code.UNAVAILABLE
-        ended = await p.told_of(request)
-        assert ended.state == types_pb2.TRANSFER_STATE_EXPIRED
-
-
-async def test_a_prefill_that_vanishes_is_lost_after_grace_and_may_be_replaced() -> None:
-    """F10, F21."""
-    async with wire(grace_s=0.2) as d:
-        p = await d.prefill()
-        lost, decoding = d.request(), d.request(max_tokens=9)
-        kept = d.generate(decoding)
-        await p.hand_over(decoding)
-        call = d.generate(lost)
-        await p.allocate(lost)
-        await p.close()
-        fault = await fault_of(call)
-        assert fault.reason is Reason.PREFILL_LOST and fault.code is Code.UNAVAILABLE
-        assert await tokens_of(kept) == d.answer(decoding)
-        d.peers.clear()
-        other = await d.prefill(epoch=11)
-        again = d.request()
-        call = d.generate(again)
-        await other.hand_over(again)
-        assert await tokens_of(call) == d.answer(again)
-
-
-async def test_a_session_begins_with_hello_and_only_once(d: Wire) -> None:
-    p = await d.prefill()
-    session = p.decode.Session()
-    beat = decode_pb2.Heartbeat(sequence=1)
-    await session.write(decode_pb2.SessionRequest(heartbeat=beat))
-    assert (await fault_of(session)).reason is Reason.WRONG_STATE
-    hello = decode_pb2.Hello(instance=p.instance, layouts=[p.welcome.layout])
-    await p.session.write(decode_pb2.SessionRequest(hello=hello))
-    assert p._listener is not None
-    await p._listener
-    assert (await fault_of(p.session)).reason is Reason.WRONG_STATE
-
-
-async def test_a_hello_that_does_not_fit_is_told_why(d: Wire) -> None:
-    p = await d.prefill()
-    layout = p.welcome.layout
-    layout.block_size = 2 * BLOCK
-    session = p.decode.Session()
-    hello = decode_pb2.Hello(instance=p.instance, layouts=[layout])
-    await session.write(decode_pb2.SessionRequest(hello=hello))
-    fault = await fault_of(session)
-    assert fault.reason is Reason.LAYOUT_MISMATCH
-    assert fault.metadata == {"field": "layout.block_size", "ours": "4", "theirs": "8"}
-
-
-# The engine
-
-
-class BrokenEngine(SimEngine):
-    """Raises what no engine should, or leaves an answer out, when told."""
-
-    mode = ""
-
-    def decode(self, batch: Any) -> Any:
-        if self.mode == "raises":
-            raise ZeroDivisionError
-        answers = super().decode(batch)
-        return answers[1:] if self.mode == "forgets" else answers
-
-
-@pytest.mark.parametrize("mode", ["raises", "forgets"])
-async def test_an_engine_that_fails_fails_its_step_alone(mode: str) -> None:
-    """S4."""
-    async with wire(BrokenEngine) as d:
-        assert isinstance(d.server.engine, BrokenEngine)
-        d.server.engine.mode = mode
-        fault = await fault_of(d.generate(d.request(), local=True))
-        assert fault.reason is Reason.ENGINE_ERROR and fault.code is Code.INTERNAL
-        d.server.engine.mode = ""
-        request = d.request()
-        assert await tokens_of(d.generate(request, local=True)) == d.answer(request)
-
-
-async def test_a_stuck_engine_turns_readiness_off_and_comes_back() -> None:
-    """S13."""
-    async with wire(GatedEngine, no_progress_s=0.2) as d:
-        engine = d.server.engine
-        assert isinstance(engine, GatedEngine)
-        engine.gate.clear()
-        fault = await fault_of(d.generate(d.request(), local=True))
-        assert fault.reason is Reason.ENGINE_STUCK and fault.code is Code.UNAVAILABLE
-        assert not d.server.control.ready and "no progress" in d.server.control.reason
-        assert (await fault_of(d.generate(d.request()))).reason is Reason.ENGINE_STUCK
-        engine.gate.set()
-        await until(lambda: d.server.control.ready)
-        request = d.request()
-        assert await tokens_of(d.generate(request, local=True)) == d.answer(request)

@@ -110,6 +110,17 @@ class Wire:
         name = types_pb2.TransferState.Name(answer.transfer.state)
         return name.removeprefix("TRANSFER_STATE_")
 
+    async def until_state(self, request: Request, state: str) -> None:
+        """Wait until a request has come so far."""
+        machine = self.server.machine
+
+        def there() -> bool:
+            found = machine.find(request.transfer_id, 0)
+            return found is not None and found.state.name == state
+
+        await until(there)
+        assert await self.state(request) == state
+
     async def settled(self) -> None:
         """Nothing is in flight, and every block is free."""
         pool = self.server.pool
