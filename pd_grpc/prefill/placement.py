@@ -155,7 +155,7 @@ class Placement:
 
     def turn_away(self, record: PrefillRecord, fault: AnyFault, now: float) -> None:
         """The D it turned to will not have the request: turn to the next one, or fail."""
-        own = as_fault(fault, record.target.endpoint, "prepare")
+        own = as_fault(fault, record.target.endpoint, "allocate")
         unanswered = record.asking and not isinstance(fault, Fault)
         record.asking = False
         more = record.choice + 1 < len(record.request.decodes) and record.left(now) > 0

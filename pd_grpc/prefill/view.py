@@ -24,7 +24,7 @@ _HOLDERS = {
 def stage_of(record: PrefillRecord) -> str:
     """The stage that spends the request's time, as STAGE_DEADLINE names it."""
     if record.state is PrefillState.ALLOCATING:
-        return "prepare"
+        return "allocate"
     if record.state is PrefillState.COMPUTING:
         return "compute"
     if record.state is PrefillState.SENDING:

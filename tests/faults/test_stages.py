@@ -32,6 +32,12 @@ STAGES = ("allocate", "compute", "decode")
 # Compute takes some 6 s at a scale of 40, a token 50 ms at a scale of 10.
 SCALES = {"allocate": 1.0, "compute": 40.0, "decode": 10.0}
 LIMITS_S = {"allocate": 1.0, "compute": 1.5, "decode": 5.0}
+# P and D count the same time and either may be first: what P computes, D waits to be transferred.
+TOLD = {
+    "allocate": {"allocate"},
+    "compute": {"compute", "transfer"},
+    "decode": {"decode"},
+}
 REACHED = {
     "allocate": {types_pb2.TRANSFER_STATE_WAITING, types_pb2.TRANSFER_STATE_ALLOCATING},
     "compute": {types_pb2.TRANSFER_STATE_COMPUTING},
@@ -119,5 +125,5 @@ async def test_a_deadline_is_told_with_the_stage_that_spent_it(stage: str) -> No
         fault = rpc.read_error(raised.value)
         assert isinstance(fault, Fault), "our answer came before the caller's own timer"
         assert (fault.code, fault.reason) == (Code.DEADLINE_EXCEEDED, Reason.STAGE_DEADLINE)
-        assert fault.metadata["stage"] == stage
+        assert fault.metadata["stage"] in TOLD[stage]
         await _ended(running)
