@@ -77,6 +77,7 @@ class InlineStream(SendStream):
         self._listener = listener
         self._memory = memory
         self._ended = False
+        self._write_failed = False
         self._reader = asyncio.create_task(self._converse(message), name="pd-transfer")
 
     async def write(self, slab: Slab, blocks: Sequence[int]) -> bool:
@@ -117,7 +118,10 @@ class InlineStream(SendStream):
         try:
             if not self._ended:
                 await self._call.write(message)
-        except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
+        except grpc.aio.AioRpcError:
+            self._write_failed = True
+            return False
+        except asyncio.InvalidStateError:
             return False
         except asyncio.CancelledError:
             # grpc raises it when the call was cancelled, and cancels the call when the task is.
@@ -135,12 +139,19 @@ class InlineStream(SendStream):
                     self._hear(response)
             fault = TransportFault(Code.UNAVAILABLE, "the stream ended before it was complete")
         except grpc.aio.AioRpcError as error:
-            fault = rpc.read_error(error)
+            fault = self._true_end(rpc.read_error(error))
         except asyncio.CancelledError:
             fault = TransportFault(Code.CANCELLED, "the stream was cancelled")
         if not self._ended:
             self._ended = True
             self._listener.broken(fault)
+
+    def _true_end(self, fault: Fault | TransportFault) -> Fault | TransportFault:
+        """grpc puts INTERNAL in the place of the status that ended a call under a write. What D
+        said is not known then: the stream is lost, and D says it again when it is reopened."""
+        if self._write_failed and isinstance(fault, TransportFault) and fault.code is Code.INTERNAL:
+            return TransportFault(Code.UNAVAILABLE, "the stream ended while it was written to")
+        return fault
 
     def _hear(self, response: transfer_pb2.TransferResponse) -> None:
         kind = response.WhichOneof("message")

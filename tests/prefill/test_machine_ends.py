@@ -33,7 +33,7 @@ def test_a_caller_that_leaves_ends_the_request(world: World, state: PrefillState
 
 
 STAGES = {
-    PrefillState.ALLOCATING: "prepare",
+    PrefillState.ALLOCATING: "allocate",
     PrefillState.PREPARED: "queue",
     PrefillState.COMPUTING: "compute",
     PrefillState.SENDING: "first_token",
