@@ -17,7 +17,10 @@ Endpoint = typer.Option(
     DEFAULT_ENDPOINT, "--endpoint", envvar="PD_ENDPOINT", help="host:port of the router."
 )
 
-stdout = Console(highlight=False)
+# Where nobody looks at a screen, tables keep their lines whole.
+_PIPED_WIDTH = 160
+
+stdout = Console(highlight=False, width=None if sys.stdout.isatty() else _PIPED_WIDTH)
 stderr = Console(stderr=True, highlight=False)
 
 
