@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Callable, Iterable, Sequence
 
 import google_crc32c
@@ -13,6 +14,9 @@ from pd_grpc.protocol import rpc
 from pd_grpc.protocol.faults import Code, Fault, TransportFault
 from pd_grpc.transport.base import SendStream, SendTransport, Slab, StreamListener
 from pd_grpc.v1 import decode_pb2, layout_pb2, transfer_pb2, transfer_pb2_grpc
+
+LAST_WORD_S = 1.0
+"""How long the status of a call that has ended may still be on its way."""
 
 
 class InlineTransport(SendTransport):
@@ -77,7 +81,7 @@ class InlineStream(SendStream):
         self._listener = listener
         self._memory = memory
         self._ended = False
-        self._write_failed = False
+        self._last_word = _LastWord(call)
         self._reader = asyncio.create_task(self._converse(message), name="pd-transfer")
 
     async def write(self, slab: Slab, blocks: Sequence[int]) -> bool:
@@ -118,14 +122,12 @@ class InlineStream(SendStream):
         try:
             if not self._ended:
                 await self._call.write(message)
-        except grpc.aio.AioRpcError:
-            self._write_failed = True
-            return False
-        except asyncio.InvalidStateError:
+        except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
             return False
         except asyncio.CancelledError:
-            # grpc raises it when the call was cancelled, and cancels the call when the task is.
-            if not self._call.cancelled():
+            # grpc raises it in a write whose call was cancelled, by `close`. Otherwise it is the
+            # task that writes which was cancelled.
+            if not self._ended:
                 raise
             return False
         return not self._ended
@@ -139,19 +141,12 @@ class InlineStream(SendStream):
                     self._hear(response)
             fault = TransportFault(Code.UNAVAILABLE, "the stream ended before it was complete")
         except grpc.aio.AioRpcError as error:
-            fault = self._true_end(rpc.read_error(error))
+            fault = await self._last_word.of(error)
         except asyncio.CancelledError:
             fault = TransportFault(Code.CANCELLED, "the stream was cancelled")
         if not self._ended:
             self._ended = True
             self._listener.broken(fault)
-
-    def _true_end(self, fault: Fault | TransportFault) -> Fault | TransportFault:
-        """grpc puts INTERNAL in the place of the status that ended a call under a write. What D
-        said is not known then: the stream is lost, and D says it again when it is reopened."""
-        if self._write_failed and isinstance(fault, TransportFault) and fault.code is Code.INTERNAL:
-            return TransportFault(Code.UNAVAILABLE, "the stream ended while it was written to")
-        return fault
 
     def _hear(self, response: transfer_pb2.TransferResponse) -> None:
         kind = response.WhichOneof("message")
@@ -163,6 +158,50 @@ class InlineStream(SendStream):
         elif kind == "completed":
             self._ended = True
             self._listener.completed()
+
+
+class _LastWord:
+    """The status that the peer ended a call with.
+
+    Where a write was under way, grpc.aio puts INTERNAL in its place, before it has come or after.
+    It calls back for each status, so the peer's own can be kept.
+    """
+
+    def __init__(self, call: grpc.aio.Call) -> None:
+        self._told = asyncio.Event()
+        self._error: grpc.aio.AioRpcError | None = None
+        call.add_done_callback(self._note)
+
+    async def of(self, error: grpc.aio.AioRpcError) -> Fault | TransportFault:
+        """What ended the call, which raised `error`. When the peer's word does not come the stream
+        is lost, and the peer says it again when it is opened again."""
+        fault = rpc.read_error(error)
+        if isinstance(fault, Fault) or fault.code is not Code.INTERNAL:
+            return fault
+        with contextlib.suppress(asyncio.TimeoutError):
+            await asyncio.wait_for(self._told.wait(), LAST_WORD_S)
+        if self._error is None or self._error.code() is grpc.StatusCode.OK:
+            return TransportFault(Code.UNAVAILABLE, "the stream ended while it was written to")
+        return rpc.read_error(self._error)
+
+    def _note(self, call: grpc.aio.Call) -> None:
+        reading = _status_of(call)
+        try:
+            reading.send(None)
+        except StopIteration as read:
+            error: grpc.aio.AioRpcError = read.value
+            if error.code() is not grpc.StatusCode.INTERNAL or error.trailing_metadata():
+                self._error = error
+                self._told.set()
+        finally:
+            reading.close()
+
+
+async def _status_of(call: grpc.aio.Call) -> grpc.aio.AioRpcError:
+    """The status of a call that has one, for which nothing is waited for."""
+    code, details = await call.code(), await call.details()
+    trailing = await call.trailing_metadata()
+    return grpc.aio.AioRpcError(code, grpc.aio.Metadata(), trailing, details, None)
 
 
 def _slabs(ranges: Iterable[transfer_pb2.KvRange]) -> list[Slab]:
