@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from itertools import count
 
 from opentelemetry.context import Context
@@ -18,7 +16,9 @@ from pd_grpc.decode.machine import DecodeMachine
 from pd_grpc.decode.outbox import SessionOutbox, TokenOutbox
 from pd_grpc.decode.spans import DecodeSpans
 from pd_grpc.engine.base import Engine, EngineFault, Sampled
+from pd_grpc.engine.thread import EngineThread
 from pd_grpc.protocol.clock import Clock
+from pd_grpc.protocol.driver import Driver
 from pd_grpc.protocol.faults import Fault, Reason
 from pd_grpc.protocol.refs import TransferKey, key_of
 from pd_grpc.v1 import decode_pb2, inference_pb2
@@ -47,40 +47,22 @@ class DecodeRuntime:
         self.spans = spans
         self._set_ready = set_ready
         self._loop = asyncio.get_running_loop()
-        self._engine_thread = ThreadPoolExecutor(1, "pd-engine")
+        self._engine_thread = EngineThread()
+        self._driver: Driver[ev.Event, act.Action] = Driver(machine, clock, self._perform)
+        self.feed = self._driver.feed
+        self.feed_from_thread = self._driver.feed_from_thread
+        self.wake = self._driver.wake
         self._bulk: BulkServer | None = None
         self._numbers = count(1)
         self._unary: dict[int, UnaryFuture] = {}
         self._keys: dict[int, TransferKey] = {}
         self._clients: dict[int, TokenOutbox] = {}
         self._sessions: dict[int, SessionOutbox] = {}
-        self._pending: deque[ev.Event] = deque()
-        self._feeding = False
         self._step: asyncio.Task[None] | None = None
-        self._wake: asyncio.TimerHandle | None = None
 
     def connect(self, bulk: BulkServer) -> None:
         """Give it the shard that lets KV in."""
         self._bulk = bulk
-
-    def feed(self, event: ev.Event) -> None:
-        """Let something happen; on the control loop."""
-        self._pending.append(event)
-        if self._feeding:
-            return
-        self._feeding = True
-        try:
-            while self._pending:
-                now = self._clock.now()
-                self._perform(self.machine.handle(self._pending.popleft(), now), now)
-        finally:
-            self._feeding = False
-        self._rearm()
-
-    def feed_from_thread(self, event: ev.Event) -> None:
-        """Let something happen; from any thread. Nothing happens once the loop has ended."""
-        if not self._loop.is_closed():
-            self._loop.call_soon_threadsafe(self.feed, event)
 
     async def call_allocate(
         self, request: decode_pb2.AllocateRequest, context: Context
@@ -153,21 +135,14 @@ class DecodeRuntime:
 
     async def on_engine_thread(self, work: Callable[[], None]) -> None:
         """Do something between two steps."""
-        await self._loop.run_in_executor(self._engine_thread, work)
-
-    def wake(self) -> None:
-        """Look again at what can be done now."""
-        now = self._clock.now()
-        self._perform(self.machine.tick(now), now)
-        self._rearm()
+        await self._engine_thread.run(work)
 
     async def stop(self) -> None:
         """Wait for the running step, then end the engine thread. The machine is fed no more."""
         while self._step is not None:
             await self._step
-        if self._wake is not None:
-            self._wake.cancel()
-        await asyncio.to_thread(self._engine_thread.shutdown)
+        self._driver.stop()
+        await self._engine_thread.stop()
 
     async def _call(self, event: Callable[[int], ev.Event]) -> act.UnaryAnswer:
         call, answer = self._open_unary()
@@ -261,32 +236,14 @@ class DecodeRuntime:
         event: ev.Event
         fault: Fault | None = None
         try:
-            prefilled, decoded = await self._loop.run_in_executor(
-                self._engine_thread, run_plan, self._engine, plan
-            )
+            prefilled, decoded = await self._engine_thread.run(lambda: run_plan(self._engine, plan))
             event = ev.StepDone(plan.step, prefilled, decoded)
         except EngineFault as error:
             fault = Fault(Reason.ENGINE_ERROR, str(error))
             event = ev.StepFailed(plan.step, fault)
-        except Exception as error:  # whatever a model raises fails this step's requests alone
-            log.exception("the engine raised")
-            fault = Fault(Reason.ENGINE_ERROR, f"{type(error).__name__} in the engine")
-            event = ev.StepFailed(plan.step, fault)
         self.spans.step_ended(self._clock.now(), fault)
         self._step = None
         self.feed(event)
-
-    def _rearm(self) -> None:
-        if self._wake is not None:
-            self._wake.cancel()
-            self._wake = None
-        at = self.machine.next_wake()
-        if at is not None:
-            self._wake = self._loop.call_later(max(0.0, at - self._clock.now()), self._tick)
-
-    def _tick(self) -> None:
-        self._wake = None
-        self.wake()
 
 
 def run_plan(

@@ -18,10 +18,10 @@ from pd_grpc.decode.sessions import Offer
 from pd_grpc.decode.spans import DecodeSpans
 from pd_grpc.decode.view import DecodeView
 from pd_grpc.engine.base import Engine
+from pd_grpc.engine.model_info import model_info
 from pd_grpc.protocol.admin import AdminService, ChangeFeed
 from pd_grpc.protocol.clock import Clock, SystemClock
 from pd_grpc.protocol.config import DecodeConfig
-from pd_grpc.protocol.messages import layout_to_proto
 from pd_grpc.protocol.refs import mint_epoch, mint_id
 from pd_grpc.protocol.rpc import PortInUse
 from pd_grpc.protocol.serving import ControlServer
@@ -29,7 +29,6 @@ from pd_grpc.telemetry.tracing import Tracing
 from pd_grpc.v1 import (
     admin_pb2_grpc,
     decode_pb2_grpc,
-    inference_pb2,
     inference_pb2_grpc,
     layout_pb2,
     types_pb2,
@@ -77,11 +76,13 @@ class DecodeServer:
         """Wait until a drain has nothing left to finish."""
         await self.runtime.drained.wait()
 
-    async def warm_up(self) -> None:
-        """Run what makes the first step slow, then turn ready. Calls are answered meanwhile; no
-        request gets the block that the engine may write to."""
+    async def start(self) -> None:
+        """Answer calls, run what makes the first step slow, then turn ready. No request gets the
+        block that the engine may write to meanwhile."""
         block = self.pool.reserve(1, owner="warm-up")
+        assert block.blocks == [0], "the engine warms up on block 0"
         try:
+            await self.control.start()
             await self.runtime.on_engine_thread(self.engine.warm_up)
         finally:
             block.release()
@@ -139,25 +140,11 @@ async def start_decode(
         instance, machine.pool, machine, control, bulk, runtime, view, changes, engine
     )
     try:
-        await control.start()
-        await server.warm_up()
+        await server.start()
     except BaseException:
         await server.stop()
         raise
     return server
-
-
-def model_info(engine: Engine) -> inference_pb2.GetModelInfoResponse:
-    """What is served, from the engine."""
-    return inference_pb2.GetModelInfoResponse(
-        model=engine.name,
-        tokenizer=engine.name,
-        max_model_len=engine.max_model_len,
-        vocab_size=engine.vocab_size,
-        eos_token_ids=sorted(engine.eos_token_ids),
-        layout=layout_to_proto(engine.layout),
-        features=sorted(engine.features),
-    )
 
 
 def _machine(

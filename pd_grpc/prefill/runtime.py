@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from itertools import count
 
 from opentelemetry.context import Context
 
 from pd_grpc.engine.base import Engine, EngineFault, Sampled
+from pd_grpc.engine.thread import EngineThread
 from pd_grpc.prefill import actions as act
 from pd_grpc.prefill import events as ev
 from pd_grpc.prefill.bulk import BulkSender
@@ -20,6 +19,7 @@ from pd_grpc.prefill.peer import DecodePeer
 from pd_grpc.prefill.spans import PrefillSpans
 from pd_grpc.protocol.clock import Clock
 from pd_grpc.protocol.config import PrefillConfig
+from pd_grpc.protocol.driver import Driver
 from pd_grpc.protocol.faults import Fault
 from pd_grpc.v1 import prefill_pb2
 
@@ -65,17 +65,20 @@ class PrefillRuntime:
         self._spans = spans
         self._set_ready = set_ready
         self._loop = asyncio.get_running_loop()
-        self._engine_thread = ThreadPoolExecutor(1, "pd-engine")
+        self._engine_thread = EngineThread()
+        self._driver: Driver[ev.Event, act.Action] = Driver(
+            machine, clock, self._perform, before=self._trace
+        )
+        self.feed = self._driver.feed
+        self.feed_from_thread = self._driver.feed_from_thread
+        self.wake = self._driver.wake
         self._bulk: BulkSender | None = None
         self._numbers = count(1)
         self._calls: dict[int, CallOutbox] = {}
         self._peers: dict[str, DecodePeer] = {}
         self._shards: dict[str, set[str]] = {}
         self._closing: set[asyncio.Task[None]] = set()
-        self._pending: deque[ev.Event] = deque()
-        self._feeding = False
         self._step: asyncio.Task[None] | None = None
-        self._wake: asyncio.TimerHandle | None = None
 
     def connect(self, bulk: BulkSender) -> None:
         """Give it the bulk side."""
@@ -99,26 +102,9 @@ class PrefillRuntime:
         del self._calls[call]
         self.feed(ev.PrefillCallEnded(call))
 
-    def feed(self, event: ev.Event) -> None:
-        """Let something happen; on the control loop."""
-        self._pending.append(event)
-        if self._feeding:
-            return
-        self._feeding = True
-        try:
-            while self._pending:
-                now = self._clock.now()
-                event = self._pending.popleft()
-                self._trace(event, now)
-                self._perform(self.machine.handle(event, now), now)
-        finally:
-            self._feeding = False
-        self._rearm()
-
-    def feed_from_thread(self, event: ev.Event) -> None:
-        """Let something happen; from any thread. Nothing happens once the loop has ended."""
-        if not self._loop.is_closed():
-            self._loop.call_soon_threadsafe(self.feed, event)
+    async def on_engine_thread(self, work: Callable[[], None]) -> None:
+        """Do something between two steps."""
+        await self._engine_thread.run(work)
 
     async def leave(self) -> None:
         """Say goodbye to every D once it has heard of every release. Nothing is in flight."""
@@ -131,9 +117,8 @@ class PrefillRuntime:
 
     async def stop(self) -> None:
         """Close what reaches the Ds, and end the engine thread. The machine is fed no more."""
-        if self._wake is not None:
-            self._wake.cancel()
-        await asyncio.to_thread(self._engine_thread.shutdown)
+        self._driver.stop()
+        await self._engine_thread.stop()
         for endpoint in list(self._peers):
             self._forget(endpoint)
         while self._closing:
@@ -252,13 +237,10 @@ class PrefillRuntime:
     async def _run_step(self, run: act.RunStep) -> None:
         event: ev.Event
         try:
-            results = await self._loop.run_in_executor(self._engine_thread, self._compute, run)
+            results = await self._engine_thread.run(lambda: self._compute(run))
             event = ev.StepDone(run.step, results)
         except EngineFault as error:
             event = ev.StepFailed(run.step, str(error))
-        except Exception as error:  # whatever a model raises fails this step alone
-            log.exception("the engine raised")
-            event = ev.StepFailed(run.step, f"{type(error).__name__} in the engine")
         self._spans.computed(run, self._clock.now())
         self._step = None
         self.feed(event)
@@ -275,7 +257,7 @@ class PrefillRuntime:
             run.chunks, lambda group, layer: bulk.layer_ready(computed, group, layer)
         )
 
-    # --- time ----------------------------------------------------------------------------------
+    # --- spans ---------------------------------------------------------------------------------
 
     def _trace(self, event: ev.Event, now: float) -> None:
         if isinstance(event, ev.AllocateAnswered):
@@ -286,17 +268,3 @@ class PrefillRuntime:
             self._spans.sent(event, now)
         elif isinstance(event, ev.FirstTokenAnswered):
             self._spans.first_token_answered(event, now)
-
-    def _rearm(self) -> None:
-        if self._wake is not None:
-            self._wake.cancel()
-            self._wake = None
-        at = self.machine.next_wake()
-        if at is not None:
-            self._wake = self._loop.call_later(max(0.0, at - self._clock.now()), self._tick)
-
-    def _tick(self) -> None:
-        self._wake = None
-        now = self._clock.now()
-        self._perform(self.machine.tick(now), now)
-        self._rearm()

@@ -10,6 +10,7 @@ from opentelemetry.sdk.trace import TracerProvider
 
 from pd_grpc.blocks.pool import BlockPool
 from pd_grpc.engine.base import Engine
+from pd_grpc.engine.model_info import model_info
 from pd_grpc.prefill.admin import PrefillView
 from pd_grpc.prefill.bulk import BulkSender
 from pd_grpc.prefill.machine import PrefillMachine
@@ -21,14 +22,12 @@ from pd_grpc.protocol import rpc
 from pd_grpc.protocol.admin import AdminService, ChangeFeed
 from pd_grpc.protocol.clock import Clock, SystemClock
 from pd_grpc.protocol.config import PrefillConfig
-from pd_grpc.protocol.messages import layout_to_proto
 from pd_grpc.protocol.refs import mint_epoch
 from pd_grpc.protocol.serving import ControlServer
 from pd_grpc.telemetry.tracing import Tracing
 from pd_grpc.transport.inline_sender import InlineTransport
 from pd_grpc.v1 import (
     admin_pb2_grpc,
-    inference_pb2,
     inference_pb2_grpc,
     prefill_pb2_grpc,
     types_pb2,
@@ -76,6 +75,20 @@ class PrefillServer:
         """Wait until a drain has nothing left to finish."""
         await self.runtime.drained.wait()
 
+    async def start(self) -> None:
+        """Answer calls, run what makes the first step slow, then turn ready. No request gets the
+        block that the engine may write to meanwhile."""
+        block = self.pool.reserve(1, owner="warm-up")
+        assert block.blocks == [0], "the engine warms up on block 0"
+        try:
+            await self.control.start()
+            await self.runtime.on_engine_thread(self.engine.warm_up)
+        finally:
+            block.release()
+            self.runtime.wake()
+        if not self.machine.draining:
+            self.control.set_ready(True)
+
     async def stop(self) -> None:
         """End everything now: calls, streams, threads. Returns when every block is back."""
         self.changes.close()
@@ -121,23 +134,13 @@ async def start_prefill(
         PrefillInference(model_info(engine)), control.server
     )
     admin_pb2_grpc.add_AdminServiceServicer_to_server(AdminService(view, changes), control.server)
-    await control.start()
-    await asyncio.to_thread(engine.warm_up)
-    control.set_ready(True)
-    return PrefillServer(instance, pool, machine, control, bulk, runtime, view, changes, engine)
-
-
-def model_info(engine: Engine) -> inference_pb2.GetModelInfoResponse:
-    """What is served, from the engine."""
-    return inference_pb2.GetModelInfoResponse(
-        model=engine.name,
-        tokenizer=engine.name,
-        max_model_len=engine.max_model_len,
-        vocab_size=engine.vocab_size,
-        eos_token_ids=sorted(engine.eos_token_ids),
-        layout=layout_to_proto(engine.layout),
-        features=sorted(engine.features),
-    )
+    server = PrefillServer(instance, pool, machine, control, bulk, runtime, view, changes, engine)
+    try:
+        await server.start()
+    except BaseException:
+        await server.stop()
+        raise
+    return server
 
 
 def model_limits(engine: Engine) -> ModelLimits:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Callable
-from importlib.metadata import PackageNotFoundError, version
 
 import grpc.aio
 
@@ -13,6 +12,7 @@ from pd_grpc.protocol.clock import Clock
 from pd_grpc.protocol.config import RouterConfig
 from pd_grpc.protocol.messages import duration
 from pd_grpc.protocol.serving import ControlServer
+from pd_grpc.protocol.version import VERSION
 from pd_grpc.router.discovery import Discovery, InstanceView
 from pd_grpc.router.in_flight import InFlight
 from pd_grpc.v1 import admin_pb2, types_pb2
@@ -52,7 +52,7 @@ class RouterAdmin:
             endpoint=self._control.endpoint,
             health=self._health(),
             health_reason=self._control.reason,
-            version=package_version(),
+            version=VERSION,
             model=models[0].model if models else "",
             uptime=duration(self._clock.now() - self._started),
             transfers=_counts(in_flight),
@@ -101,14 +101,6 @@ class RouterAdmin:
             )
         info: admin_pb2.ServerInfo = answer.server
         return info
-
-
-def package_version() -> str:
-    """Version of pd-grpc; empty in a tree that was never installed."""
-    try:
-        return version("pd-grpc")
-    except PackageNotFoundError:
-        return ""
 
 
 def _counts(counts: Counter[types_pb2.TransferState]) -> list[admin_pb2.TransferCount]:
