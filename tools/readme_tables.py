@@ -13,25 +13,42 @@ from pathlib import Path
 from pydantic import BaseModel
 
 from pd_grpc.cli.settings import settings_table
-from pd_grpc.protocol.config import Sizes, Timeouts
+from pd_grpc.protocol.config import (
+    DecodeConfig,
+    EngineConfig,
+    PrefillConfig,
+    RouterConfig,
+    ServerConfig,
+    Sizes,
+    Timeouts,
+)
 from pd_grpc.protocol.faults import STATUS_TABLE
+
+
+class _TimeoutsAndSizes(Timeouts, Sizes):
+    """What has tables of its own."""
+
 
 README = Path(__file__).parent.parent / "README.md"
 
 
 def statuses() -> str:
-    """Every fault: reason, code, the code a client sees, whether a retry helps."""
-    lines = ["| reason | code | client sees | retry |", "|---|---|---|---|"]
+    """Every fault: reason, when, code, the code a client sees, whether a retry helps."""
+    lines = ["| reason | when | code | client sees | retry |", "|---|---|---|---|---|"]
     for reason, row in STATUS_TABLE.items():
         client = "same" if row.client is row.code else f"`{row.client.name}`"
-        lines.append(f"| `{reason.value}` | `{row.code.name}` | {client} | {row.retry.value} |")
+        cells = (f"`{reason.value}`", row.when, f"`{row.code.name}`", client, row.retry.value)
+        lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
-def settings(section: type[BaseModel]) -> str:
-    """Every field of a section of the configuration."""
+def settings(section: type[BaseModel], without: type[BaseModel] = BaseModel) -> str:
+    """Every field of a section of the configuration but those of another."""
     lines = ["| flag | environment | default | what it is |", "|---|---|---|---|"]
+    known = {row.flag for row in settings_table(without)}
     for row in settings_table(section):
+        if row.flag in known:
+            continue
         lines.append(f"| `{row.flag}` | `{row.env}` | {row.default} | {row.description} |")
     return "\n".join(lines)
 
@@ -40,6 +57,10 @@ TABLES: dict[str, Callable[[], str]] = {
     "statuses": statuses,
     "timeouts": lambda: settings(Timeouts),
     "sizes": lambda: settings(Sizes),
+    "engine": lambda: settings(EngineConfig),
+    "servers": lambda: settings(ServerConfig, without=_TimeoutsAndSizes),
+    "router": lambda: settings(RouterConfig, without=ServerConfig),
+    "decode": lambda: settings(DecodeConfig, without=PrefillConfig),
 }
 
 

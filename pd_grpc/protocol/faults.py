@@ -98,51 +98,94 @@ class Retry(enum.Enum):
 
 @dataclass(frozen=True)
 class Row:
-    """One row of the status table: the code between P, D and router, the code a client sees, and
-    whether a retry helps."""
+    """One row of the status table: when it happens, the code between P, D and router, the code a
+    client sees, and whether a retry helps."""
 
+    when: str
     code: Code
     client: Code
     retry: Retry
 
 
-def _row(code: Code, retry: Retry = Retry.NEVER, client: Code | None = None) -> Row:
-    return Row(code, code if client is None else client, retry)
+def _row(when: str, code: Code, retry: Retry = Retry.NEVER, client: Code | None = None) -> Row:
+    return Row(when, code, code if client is None else client, retry)
 
 
 STATUS_TABLE: Mapping[Reason, Row] = {
-    Reason.BAD_REQUEST: _row(Code.INVALID_ARGUMENT),
-    Reason.TOO_LARGE: _row(Code.INVALID_ARGUMENT),
-    Reason.HANDOFF_MISMATCH: _row(Code.INVALID_ARGUMENT, client=Code.INTERNAL),
-    Reason.NO_BLOCKS: _row(Code.RESOURCE_EXHAUSTED, Retry.OTHER),
-    Reason.QUEUE_FULL: _row(Code.RESOURCE_EXHAUSTED, Retry.OTHER),
-    Reason.DUPLICATE_TRANSFER: _row(Code.ALREADY_EXISTS),
-    Reason.DUPLICATE_REQUEST: _row(Code.ALREADY_EXISTS),
-    Reason.STALE_EPOCH: _row(Code.FAILED_PRECONDITION, Retry.OTHER, Code.UNAVAILABLE),
-    Reason.WRONG_INSTANCE: _row(Code.FAILED_PRECONDITION, Retry.OTHER, Code.UNAVAILABLE),
-    Reason.STALE_ATTEMPT: _row(Code.ABORTED),
-    Reason.SUPERSEDED: _row(Code.ABORTED),
-    Reason.RELEASED: _row(Code.ABORTED),
-    Reason.UNKNOWN_TRANSFER: _row(Code.NOT_FOUND, Retry.OTHER, Code.UNAVAILABLE),
-    Reason.LEASE_EXPIRED: _row(Code.NOT_FOUND, Retry.OTHER, Code.UNAVAILABLE),
-    Reason.NO_SESSION: _row(Code.FAILED_PRECONDITION, client=Code.INTERNAL),
-    Reason.WRONG_STATE: _row(Code.FAILED_PRECONDITION, client=Code.INTERNAL),
-    Reason.LAYOUT_MISMATCH: _row(Code.FAILED_PRECONDITION, Retry.OTHER, Code.UNAVAILABLE),
-    Reason.FEATURE: _row(Code.UNIMPLEMENTED),
-    Reason.KV_CORRUPT: _row(Code.DATA_LOSS, Retry.OTHER, Code.UNAVAILABLE),
-    Reason.DRAINING: _row(Code.UNAVAILABLE, Retry.OTHER),
-    Reason.NO_INSTANCE: _row(Code.UNAVAILABLE, Retry.OTHER),
-    Reason.PREFILL_LOST: _row(Code.UNAVAILABLE, Retry.OTHER),
-    Reason.DECODE_LOST: _row(Code.UNAVAILABLE, Retry.OTHER),
-    Reason.ENGINE_STUCK: _row(Code.UNAVAILABLE, Retry.OTHER),
-    Reason.SENDER_STUCK: _row(Code.UNAVAILABLE, Retry.OTHER),
-    Reason.ENGINE_ERROR: _row(Code.INTERNAL),
-    Reason.CLIENT_GONE: _row(Code.CANCELLED),
-    Reason.CLIENT_ABSENT: _row(Code.DEADLINE_EXCEEDED),
-    Reason.STAGE_DEADLINE: _row(Code.DEADLINE_EXCEEDED),
-    Reason.CREDENTIALS: _row(Code.UNAUTHENTICATED),
-    Reason.ROLE: _row(Code.PERMISSION_DENIED),
-    Reason.NOT_OWNER: _row(Code.PERMISSION_DENIED),
+    Reason.BAD_REQUEST: _row(
+        "a field is malformed, empty or out of its bounds; the prompt is longer than the model",
+        Code.INVALID_ARGUMENT,
+    ),
+    Reason.TOO_LARGE: _row("prompt plus max_tokens could never fit", Code.INVALID_ARGUMENT),
+    Reason.HANDOFF_MISMATCH: _row(
+        "the two legs of a hand-over mean different requests",
+        Code.INVALID_ARGUMENT,
+        client=Code.INTERNAL,
+    ),
+    Reason.NO_BLOCKS: _row("no blocks within max_wait", Code.RESOURCE_EXHAUSTED, Retry.OTHER),
+    Reason.QUEUE_FULL: _row("as many wait already as may", Code.RESOURCE_EXHAUSTED, Retry.OTHER),
+    Reason.DUPLICATE_TRANSFER: _row(
+        "the same ref is in flight with another body, or has that leg already", Code.ALREADY_EXISTS
+    ),
+    Reason.DUPLICATE_REQUEST: _row("the request id is in flight", Code.ALREADY_EXISTS),
+    Reason.STALE_EPOCH: _row(
+        "the call means another process of the instance, or comes from a superseded one",
+        Code.FAILED_PRECONDITION,
+        Retry.OTHER,
+        Code.UNAVAILABLE,
+    ),
+    Reason.WRONG_INSTANCE: _row(
+        "another instance listens at the address",
+        Code.FAILED_PRECONDITION,
+        Retry.OTHER,
+        Code.UNAVAILABLE,
+    ),
+    Reason.STALE_ATTEMPT: _row("a newer attempt is known", Code.ABORTED),
+    Reason.SUPERSEDED: _row("a newer attempt, session or stream took over", Code.ABORTED),
+    Reason.RELEASED: _row("the transfer has ended: given back, or by an operator", Code.ABORTED),
+    Reason.UNKNOWN_TRANSFER: _row(
+        "nobody knows the transfer or grant", Code.NOT_FOUND, Retry.OTHER, Code.UNAVAILABLE
+    ),
+    Reason.LEASE_EXPIRED: _row(
+        "the lease ended, or a session was silent", Code.NOT_FOUND, Retry.OTHER, Code.UNAVAILABLE
+    ),
+    Reason.NO_SESSION: _row(
+        "the session is unknown or superseded", Code.FAILED_PRECONDITION, client=Code.INTERNAL
+    ),
+    Reason.WRONG_STATE: _row(
+        "the call is out of order", Code.FAILED_PRECONDITION, client=Code.INTERNAL
+    ),
+    Reason.LAYOUT_MISMATCH: _row(
+        "model, layout, transport or ranks differ",
+        Code.FAILED_PRECONDITION,
+        Retry.OTHER,
+        Code.UNAVAILABLE,
+    ),
+    Reason.FEATURE: _row("a field is used that is reserved or not negotiated", Code.UNIMPLEMENTED),
+    Reason.KV_CORRUPT: _row(
+        "a checksum of KV is wrong", Code.DATA_LOSS, Retry.OTHER, Code.UNAVAILABLE
+    ),
+    Reason.DRAINING: _row(
+        "the instance takes nothing new, or leaves", Code.UNAVAILABLE, Retry.OTHER
+    ),
+    Reason.NO_INSTANCE: _row(
+        "the router has no ready instance of a role", Code.UNAVAILABLE, Retry.OTHER
+    ),
+    Reason.PREFILL_LOST: _row("P was lost before the hand-off", Code.UNAVAILABLE, Retry.OTHER),
+    Reason.DECODE_LOST: _row("D was lost before the end", Code.UNAVAILABLE, Retry.OTHER),
+    Reason.ENGINE_STUCK: _row("the engine makes no progress", Code.UNAVAILABLE, Retry.OTHER),
+    Reason.SENDER_STUCK: _row("the KV sender makes no progress", Code.UNAVAILABLE, Retry.OTHER),
+    Reason.ENGINE_ERROR: _row("the engine raised", Code.INTERNAL),
+    Reason.CLIENT_GONE: _row("the client left before the hand-off", Code.CANCELLED),
+    Reason.CLIENT_ABSENT: _row(
+        "no client came for a transfer that is ready", Code.DEADLINE_EXCEEDED
+    ),
+    Reason.STAGE_DEADLINE: _row(
+        "a stage's time, or the request's, is over", Code.DEADLINE_EXCEEDED
+    ),
+    Reason.CREDENTIALS: _row("no or wrong credentials (reserved)", Code.UNAUTHENTICATED),
+    Reason.ROLE: _row("the role may not call this (reserved)", Code.PERMISSION_DENIED),
+    Reason.NOT_OWNER: _row("the transfer is another's", Code.PERMISSION_DENIED),
 }
 
 

@@ -39,7 +39,14 @@ IO = frozenset(
 )
 
 # The sans-IO core, with the modules of their own package that these import and pd_grpc.blocks.
-CORE = ("pd_grpc.prefill.machine", "pd_grpc.decode.machine")
+CORE = (
+    "pd_grpc.prefill.machine",
+    "pd_grpc.prefill.sender",
+    "pd_grpc.decode.machine",
+    "pd_grpc.decode.receiver",
+    "pd_grpc.router.machine",
+    "pd_grpc.router.policies",
+)
 
 
 @dataclass(frozen=True)

@@ -33,7 +33,7 @@ LONG = 600
 PROMPTS = Path(__file__).parent / "prompts.jsonl"
 LONG_TEXT = Path(__file__).parent.parent.parent / "LICENSE"
 
-pytestmark = [pytest.mark.model, pytest.mark.timeout(420)]
+pytestmark = [pytest.mark.model, pytest.mark.timeout(800)]
 
 
 @pytest_asyncio.fixture(loop_scope="module", scope="module")
