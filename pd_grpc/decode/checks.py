@@ -80,9 +80,12 @@ def check_features(
         raise Fault(Reason.FEATURE, f"{unbuilt} is not supported", {"feature": unbuilt})
 
 
-def check_allocate(request: decode_pb2.AllocateRequest, limits: Limits) -> None:
-    """Fault when an Allocate is malformed or could never be granted."""
-    check_features(request.sampling, request.scope, limits.features)
+def check_allocate(
+    request: decode_pb2.AllocateRequest, limits: Limits, negotiated: frozenset[str]
+) -> None:
+    """Fault when an Allocate is malformed, could never be granted, or needs a feature that its
+    session has not."""
+    check_features(request.sampling, request.scope, negotiated)
     wrong = sampling_errors(sampling_from_proto(request.sampling))
     wrong += name_errors(request.request_id, "request_id")
     if request.prompt_tokens < 1:

@@ -109,7 +109,7 @@ class PrefillDesk:
         ledger = self._ledger
         session = ledger.sessions.of_call(request.session_id)
         check_ref(request.ref, self._limits.instance, any_epoch=False)
-        check_allocate(request, self._limits)
+        check_allocate(request, self._limits, session.features)
         key = key_of(request.ref)
         if ledger.tombstones.get(key, ledger.now) is not None:
             raise Fault(Reason.RELEASED, f"{key} has ended")

@@ -154,7 +154,7 @@ def _machine(
         instance=instance,
         layout=engine.layout,
         shards=[layout_pb2.Shard(endpoint=bulk.endpoint, tp_size=1)],
-        features=frozenset(),
+        features=frozenset(engine.features),
         max_model_len=engine.max_model_len,
         timeouts=config,
     )

@@ -22,11 +22,13 @@ NAMES_REMEMBERED = 4096
 
 @dataclass
 class Session:
-    """One P's standing conversation; `stream` is None while it is broken."""
+    """One P's standing conversation; `stream` is None while it is broken, `features` are those that
+    both sides have."""
 
     session_id: str
     owner: Owner
     stream: int | None
+    features: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -39,8 +41,6 @@ class Offer:
     features: frozenset[str]
     max_model_len: int
     timeouts: Timeouts
-    grant_needs_client: bool = False
-    first_token_by_decode: bool = False
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ class Sessions:
             )
         self._remember(owner)
         known = self._by_name.get(owner.name)
-        session = Session(session_id, owner, stream)
+        session = Session(session_id, owner, stream, self._offer.features & set(hello.features))
         if known is not None:
             self.forget(known)
         self._by_name[owner.name] = session
@@ -86,7 +86,7 @@ class Sessions:
         same = known is not None and known.owner == owner
         return Joined(
             session,
-            self._welcome(hello, session_id),
+            self._welcome(session),
             replaced=known if same else None,
             outlived=None if same else known,
         )
@@ -169,20 +169,18 @@ class Sessions:
         first = differences[0][0]
         raise _mismatch(f"layout.{first.field}", first.ours, first.theirs)
 
-    def _welcome(self, hello: decode_pb2.Hello, session_id: str) -> decode_pb2.Welcome:
+    def _welcome(self, session: Session) -> decode_pb2.Welcome:
         offer, timeouts = self._offer, self._offer.timeouts
         return decode_pb2.Welcome(
             instance=offer.instance,
-            session_id=session_id,
-            features=sorted(offer.features & set(hello.features)),
+            session_id=session.session_id,
+            features=sorted(session.features),
             layout=layout_to_proto(offer.layout),
             transport=layout_pb2.TRANSPORT_INLINE,
             shards=offer.shards,
             lease=duration(timeouts.lease_s),
             grace=duration(timeouts.grace_s),
             heartbeat=duration(timeouts.heartbeat_s),
-            grant_needs_client=offer.grant_needs_client,
-            first_token_by_decode=offer.first_token_by_decode,
             max_model_len=offer.max_model_len,
             kv_progress=duration(timeouts.kv_progress_s),
         )

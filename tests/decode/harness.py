@@ -45,7 +45,9 @@ class Harness:
     `holds_closes` keeps the receiver from stopping to write until `close_receivers`.
     """
 
-    def __init__(self, num_blocks: int = 16, **settings: Any) -> None:
+    def __init__(
+        self, num_blocks: int = 16, features: frozenset[str] = frozenset(), **settings: Any
+    ) -> None:
         settings = {"chunk_tokens": 2 * BLOCK, "max_batch": 8, "prefill_batch": 4, **settings}
         self.config = DecodeConfig(
             name="d", engine="sim", block_size=BLOCK, num_blocks=num_blocks, **settings
@@ -75,7 +77,7 @@ class Harness:
             instance=types_pb2.Instance(name="d", epoch=D_EPOCH, role=types_pb2.ROLE_DECODE),
             layout=LAYOUT,
             shards=[SHARD],
-            features=frozenset(),
+            features=features,
             max_model_len=MAX_MODEL_LEN,
             timeouts=self.config,
         )
@@ -83,7 +85,7 @@ class Harness:
             self.config,
             self.pool,
             offer,
-            Model(VOCAB, {EOS}, SimTokenizer(VOCAB), frozenset()),
+            Model(VOCAB, {EOS}, SimTokenizer(VOCAB), features),
             lambda prefix: f"{prefix}-{next(minted)}",
         )
 

@@ -335,6 +335,19 @@ def test_a_reserved_field_is_refused_as_not_built(d: Harness, p: Prefill) -> Non
     assert d.refused[call].metadata == {"feature": "sampling.logprobs"}
 
 
+def test_logprobs_over_a_hand_over_need_a_prefill_that_has_them() -> None:
+    d = Harness(features=frozenset({"logprobs"}))
+    plain, able = Prefill(d), Prefill(d, "p-able", features=["logprobs", "telepathy"])
+    logprobs = sampling_pb2.SamplingParams(max_tokens=5, logprobs=0)
+    call = plain.allocate(Request(), sampling=logprobs)
+    assert d.reason(call) is Reason.FEATURE
+    assert d.refused[call].metadata == {"feature": "sampling.logprobs"}
+    assert d.told[able.stream][0].welcome.features == ["logprobs"]
+    able.granted(Request(), sampling=logprobs)
+    able.release(Request())
+    d.all_returned()
+
+
 def test_an_allocate_whose_time_is_over_is_refused_at_once(d: Harness, p: Prefill) -> None:
     """F46: nothing restarts a deadline."""
     call = p.allocate(Request(), budget_s=0.0)
