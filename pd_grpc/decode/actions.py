@@ -67,11 +67,12 @@ class Emit:
 
 @dataclass(frozen=True)
 class FinishGenerate:
-    """End a client's leg: the answer is complete."""
+    """End a client's leg: the answer is complete. `timings` only where D prefilled it itself."""
 
     call: int
     reason: Finish
     usage: types_pb2.Usage
+    timings: types_pb2.Timings | None = None
 
 
 @dataclass(frozen=True)

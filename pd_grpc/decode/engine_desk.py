@@ -40,6 +40,10 @@ class EngineDesk:
             return
         self._steps += 1
         self._plan = plan
+        for grant_id in plan.prefill_grants:
+            transfer = ledger.transfers[grant_id]
+            if transfer.computed_from is None and not transfer.handed_off:
+                transfer.computed_from = ledger.now
         ledger.in_step = frozenset(plan.prefill_grants + plan.decode_grants)
         ledger.timers.set(STEP_TIMER, ledger.now + ledger.config.no_progress_s)
         ledger.act(RunStep(plan))

@@ -25,7 +25,7 @@ from pd_grpc.decode.reservations import Reservations
 from pd_grpc.decode.scheduler import Scheduler
 from pd_grpc.decode.sessions import Sessions
 from pd_grpc.decode.states import TRANSITIONS, DecodeState
-from pd_grpc.decode.transfer import Ended, Transfer, Undelivered, usage_of
+from pd_grpc.decode.transfer import Ended, Transfer, Undelivered, timings_of, usage_of
 from pd_grpc.engine.stopping import Finish
 from pd_grpc.protocol.config import DecodeConfig
 from pd_grpc.protocol.faults import Fault, Reason
@@ -250,7 +250,7 @@ class Ledger:
         self.calls.pop(client.call, None)
         if finish is not None:
             usage = usage_of(client.prompt, client.stop.generated)
-            self.act(FinishGenerate(client.call, finish, usage))
+            self.act(FinishGenerate(client.call, finish, usage, timings_of(transfer)))
             return
         cause = fault or Fault(Reason.RELEASED, f"{transfer.key} was released by the prefill")
         self.act(Refuse(client.call, cause.for_client()))

@@ -26,11 +26,14 @@ class TokenOutbox:
         self._tokens += tokens
         self._ready.set()
 
-    def finish(self, reason: Finish, usage: types_pb2.Usage) -> None:
+    def finish(
+        self, reason: Finish, usage: types_pb2.Usage, timings: types_pb2.Timings | None
+    ) -> None:
         """The answer is complete."""
         self._end = inference_pb2.GenerateResponse(
             finish_reason=types_pb2.FinishReason.Name(reason.value),
             usage=usage,
+            timings=timings,
             decode_instance=self._instance,
         )
         self._close()

@@ -203,7 +203,7 @@ class DecodeRuntime:
         if isinstance(action, act.Emit):
             outbox.tokens(action.tokens)
         else:
-            outbox.finish(action.reason, action.usage)
+            outbox.finish(action.reason, action.usage, action.timings)
 
     def _to_session(self, action: act.SessionSend | act.SessionEnd) -> None:
         outbox = self._sessions.get(action.stream)

@@ -10,6 +10,7 @@ from pd_grpc.decode.actions import TokenOut
 from pd_grpc.decode.states import STAGES, DecodeState
 from pd_grpc.engine.stopping import Finish, StopRule
 from pd_grpc.protocol.faults import Fault
+from pd_grpc.protocol.messages import duration
 from pd_grpc.protocol.refs import TransferKey
 from pd_grpc.protocol.sampling import Sampling
 from pd_grpc.v1 import decode_pb2, types_pb2
@@ -51,7 +52,8 @@ class Transfer:
     """A request on D. `grant_id` names it to engine and receiver from its birth on.
 
     `output` are the tokens chosen here or by P, without those the client had already. `kv_tokens`
-    is how many leading tokens have their KV in the holding's blocks.
+    is how many leading tokens have their KV in the holding's blocks. `computed_from` is when the
+    first chunk of a local prefill entered the engine.
     """
 
     key: TransferKey
@@ -69,6 +71,7 @@ class Transfer:
     first: decode_pb2.FirstToken | None = None
     kv_complete: bool = False
     kv_tokens: int = 0
+    computed_from: float | None = None
     output: list[int] = field(default_factory=list)
     held: list[TokenOut] = field(default_factory=list)
     handed_off_at: float | None = None
@@ -130,6 +133,16 @@ class Undelivered:
 def finish_of(reason: types_pb2.FinishReason) -> Finish | None:
     """The domain's reason for a wire reason; None for "not ended"."""
     return Finish(reason) if reason else None
+
+
+def timings_of(transfer: Transfer) -> types_pb2.Timings | None:
+    """Where the time before the first token went; None where a P computed it and knows better."""
+    if transfer.computed_from is None or transfer.handed_off_at is None:
+        return None
+    return types_pb2.Timings(
+        queue=duration(transfer.computed_from - transfer.created),
+        compute=duration(transfer.handed_off_at - transfer.computed_from),
+    )
 
 
 def usage_of(prompt: Sequence[int], generated: int) -> types_pb2.Usage:

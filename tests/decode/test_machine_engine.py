@@ -10,6 +10,7 @@ from pd_grpc.decode import events as ev
 from pd_grpc.decode.states import DecodeState as S
 from pd_grpc.engine.stopping import Finish
 from pd_grpc.protocol.faults import Code, Fault, Reason
+from pd_grpc.protocol.messages import duration
 from pd_grpc.v1 import inference_pb2, types_pb2
 from tests.decode.harness import Harness
 from tests.decode.messages import Request, requests
@@ -260,6 +261,29 @@ def test_the_same_request_id_twice_is_refused_and_the_first_unharmed(d: Harness)
     again = d.generate(request, local=True)
     d.run()
     assert d.shown[again] == request.answer
+
+
+def test_the_answer_of_an_own_request_says_where_its_time_went(d: Harness, p: Prefill) -> None:
+    holder, own = Request("t-holder", prompt=list(range(100, 148))), Request()
+    own.prompt = list(range(300, 315))
+    p.granted(holder)
+    client = d.generate(own, local=True)
+    d.advance(3.0)
+    p.release(holder)
+    for _ in range(2):  # two chunks
+        d.advance(0.5)
+        d.run_step()
+    d.advance(7.0)
+    d.run()
+    expected = types_pb2.Timings(queue=duration(3.0), compute=duration(1.0))
+    assert d.finished[client].timings == expected
+
+
+def test_the_answer_of_a_hand_over_leaves_its_times_to_the_prefill(d: Harness, p: Prefill) -> None:
+    client = d.generate(Request())
+    p.hand_off(Request())
+    d.run()
+    assert d.finished[client].timings is None
 
 
 def test_own_requests_wait_for_blocks_in_the_same_queue(d: Harness, p: Prefill) -> None:

@@ -81,6 +81,16 @@ async def test_the_stages_of_a_real_answer_add_up_to_its_time_to_first_token() -
         assert end.timings_ms["total"] > to_first_token
 
 
+async def test_an_aggregated_answer_says_that_its_time_went_into_compute() -> None:
+    async with (
+        cluster(sim_time_scale=20.0, aggregated=True) as running,
+        AsyncClient(running.router.endpoint) as client,
+    ):
+        end = (await ask(client, PROMPT).collect()).end
+        assert end is not None
+        assert end.timings_ms["compute"] > end.timings_ms["first_token"]
+
+
 def is_free(pool: BlockPool) -> bool:
     """Whether every block is back."""
     return pool.counts()[BlockState.FREE] == pool.total
