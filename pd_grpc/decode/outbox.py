@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 
 from pd_grpc.decode.actions import TokenOut
 from pd_grpc.engine.stopping import Finish
-from pd_grpc.protocol.faults import Fault
+from pd_grpc.protocol.faults import Fault, Reason
 from pd_grpc.v1 import decode_pb2, inference_pb2, types_pb2
 
 
@@ -70,23 +71,56 @@ class TokenOutbox:
         self._ready.set()
 
 
+MESSAGE_OVERHEAD_BYTES = 256
+"""What a message costs in memory beside its own bytes, about."""
+
+
 class SessionOutbox:
-    """Messages on their way to one P."""
+    """Messages on their way to one P. How many there are is up to P, which makes D talk and may not
+    listen: of more than `limit_bytes` nothing is kept, and the session is over."""
 
-    def __init__(self) -> None:
-        self._queue: asyncio.Queue[decode_pb2.SessionResponse | Fault | None] = asyncio.Queue()
+    def __init__(self, limit_bytes: int) -> None:
+        self._limit_bytes = limit_bytes
+        self._bytes = 0
+        self._messages: deque[decode_pb2.SessionResponse] = deque()
+        self._fault: Fault | None = None
+        self._over = False
+        self._ready = asyncio.Event()
 
-    def send(self, message: decode_pb2.SessionResponse) -> None:
-        """One more message."""
-        self._queue.put_nowait(message)
+    def send(self, message: decode_pb2.SessionResponse) -> bool:
+        """One more message; False when P does not read and the session is over for that."""
+        if self._over:
+            return True
+        self._bytes += _cost(message)
+        if self._bytes > self._limit_bytes:
+            self._messages.clear()
+            text = f"more than {self._limit_bytes} bytes wait for this prefill to read them"
+            self.end(Fault(Reason.LEASE_EXPIRED, text))
+            return False
+        self._messages.append(message)
+        self._ready.set()
+        return True
 
     def end(self, fault: Fault | None) -> None:
-        """The session is over."""
-        self._queue.put_nowait(fault)
+        """The session is over once what was sent before has left; the first end counts."""
+        if not self._over:
+            self._fault = fault
+            self._over = True
+            self._ready.set()
 
     async def next(self) -> decode_pb2.SessionResponse | None:
         """The next message; None at the end. Raises the fault it ended with."""
-        message = await self._queue.get()
-        if isinstance(message, Fault):
-            raise message
-        return message
+        await self._ready.wait()
+        if self._messages:
+            message = self._messages.popleft()
+            self._bytes -= _cost(message)
+            if not self._messages and not self._over:
+                self._ready.clear()
+            return message
+        if self._fault is not None:
+            raise self._fault
+        return None
+
+
+def _cost(message: decode_pb2.SessionResponse) -> int:
+    return message.ByteSize() + MESSAGE_OVERHEAD_BYTES

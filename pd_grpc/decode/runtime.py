@@ -98,7 +98,9 @@ class DecodeRuntime:
 
     def open_session(self, hello: decode_pb2.Hello) -> tuple[int, SessionOutbox]:
         """A P's session; the caller reports what comes in and its end."""
-        stream, outbox = next(self._numbers), SessionOutbox()
+        # Twice the largest message: one of that size may leave while others gather.
+        outbox = SessionOutbox(2 * self.machine.ledger.config.max_message_bytes)
+        stream = next(self._numbers)
         self._sessions[stream] = outbox
         self.feed(ev.HelloReceived(stream, hello))
         return stream, outbox
@@ -210,7 +212,8 @@ class DecodeRuntime:
         if outbox is None:
             return
         if isinstance(action, act.SessionSend):
-            outbox.send(action.message)
+            if not outbox.send(action.message):
+                self.feed(ev.SessionStreamEnded(action.stream))
         else:
             outbox.end(action.fault)
 

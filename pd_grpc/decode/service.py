@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from typing import Any
 
 import grpc.aio
@@ -18,6 +19,8 @@ from pd_grpc.protocol.messages import duration, seconds
 from pd_grpc.protocol.sampling import FieldError
 from pd_grpc.telemetry.tracing import extract
 from pd_grpc.v1 import decode_pb2, decode_pb2_grpc, inference_pb2, inference_pb2_grpc
+
+log = logging.getLogger("pd_grpc.decode")
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -38,14 +41,27 @@ class DecodeService(decode_pb2_grpc.DecodeServiceServicer):
         stream, outbox = self._runtime.open_session(first.hello)
         reader = asyncio.create_task(self._read(stream, request_iterator))
         reader.add_done_callback(lambda done: _end_with(done, outbox))
+        fault: Fault | None = None
         try:
-            while (message := await outbox.next()) is not None:
-                await context.write(message)
-        except Fault as fault:
-            await rpc.abort(context, fault)
+            await self._write(outbox, context)
+        except Fault as ended_with:
+            fault = ended_with
         finally:
             reader.cancel()
             self._runtime.close_session(stream)
+        if fault is not None:
+            await rpc.abort(context, fault)
+
+    async def _write(self, outbox: SessionOutbox, context: Context) -> None:
+        """Until the session is over. A P that does not read for two heartbeats is as good as one
+        that sends none."""
+        patience_s = 2 * self._timeouts.heartbeat_s
+        while (message := await outbox.next()) is not None:
+            try:
+                await asyncio.wait_for(context.write(message), patience_s)
+            except asyncio.TimeoutError:
+                text = f"this prefill read nothing for {patience_s:g} s"
+                raise Fault(Reason.LEASE_EXPIRED, text) from None
 
     async def _read(self, stream: int, requests: Any) -> None:
         message: decode_pb2.SessionRequest
@@ -137,4 +153,8 @@ def _end_with(reader: asyncio.Task[None], outbox: SessionOutbox) -> None:
     if reader.cancelled():
         return
     error = reader.exception()
-    outbox.end(error if isinstance(error, Fault) else None)
+    if error is None or isinstance(error, Fault):
+        outbox.end(error)
+        return
+    log.error("reading a session failed", exc_info=error)
+    outbox.end(Fault(Reason.ENGINE_ERROR, f"reading the session failed: {type(error).__name__}"))

@@ -61,7 +61,10 @@ class SessionDesk:
         unknown = [g for g in event.heartbeat.grant_ids if not self._renew(session, g)]
         ack = decode_pb2.HeartbeatAck(sequence=event.heartbeat.sequence, unknown_grant_ids=unknown)
         ledger.act(SessionSend(event.stream, decode_pb2.SessionResponse(heartbeat_ack=ack)))
-        ledger.act(SessionSend(event.stream, decode_pb2.SessionResponse(load=self._load())))
+        load = self._load()
+        if load != session.load:
+            session.load = load
+            ledger.act(SessionSend(event.stream, decode_pb2.SessionResponse(load=load)))
 
     def goodbye(self, event: GoodbyeReceived) -> None:
         """A P that leaves on purpose takes its transfers with it."""

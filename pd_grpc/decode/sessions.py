@@ -23,12 +23,13 @@ NAMES_REMEMBERED = 4096
 @dataclass
 class Session:
     """One P's standing conversation; `stream` is None while it is broken, `features` are those that
-    both sides have."""
+    both sides have, `load` is what P was told last."""
 
     session_id: str
     owner: Owner
     stream: int | None
     features: frozenset[str] = frozenset()
+    load: decode_pb2.Load | None = None
 
 
 @dataclass(frozen=True)

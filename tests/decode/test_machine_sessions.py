@@ -332,7 +332,7 @@ def test_waiting_for_blocks_takes_no_lease(d: Harness, p: Prefill) -> None:
     p.release(waiting)
 
 
-def test_every_heartbeat_is_told_the_load(d: Harness, p: Prefill) -> None:
+def test_a_heartbeat_is_told_the_load_when_it_has_changed(d: Harness, p: Prefill) -> None:
     holder = Request("t-1", prompt=list(range(100, 148)))
     p.granted(holder)
     p.allocate(Request("t-2", prompt=holder.prompt))
@@ -341,7 +341,11 @@ def test_every_heartbeat_is_told_the_load(d: Harness, p: Prefill) -> None:
     assert load == decode_pb2.Load(
         free_blocks=3, total_blocks=16, queued_tokens=48, queued_requests=1
     )
+    p.heartbeat()
+    assert d.told[p.stream][-1].HasField("heartbeat_ack"), "nothing has changed"
     p.release(holder)
+    p.heartbeat()
+    assert d.told[p.stream][-1].load.queued_requests == 0
     p.release(Request("t-2"))
 
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
 
+from pd_grpc.decode import events as ev
 from pd_grpc.engine.sim import SimEngine
 from pd_grpc.protocol.faults import Code, Reason
 from pd_grpc.v1 import (
@@ -104,6 +107,66 @@ async def test_a_hello_that_does_not_fit_is_told_why(d: Wire) -> None:
     fault = await fault_of(session)
     assert fault.reason is Reason.LAYOUT_MISMATCH
     assert fault.metadata == {"field": "layout.block_size", "ours": "4", "theirs": "8"}
+
+
+async def deaf_session(d: Wire) -> Any:
+    """The session of a P that does not read, beside that of another that does."""
+    p = await d.prefill()
+    deaf = p.decode.Session()
+    instance = types_pb2.Instance(name="deaf", epoch=1, role=types_pb2.ROLE_PREFILL)
+    hello = decode_pb2.Hello(instance=instance, layouts=[p.welcome.layout])
+    await deaf.write(decode_pb2.SessionRequest(hello=hello))
+    await until(lambda: len(d.server.machine.ledger.sessions.live()) == 2)
+    return deaf
+
+
+def demanding(sequence: int) -> decode_pb2.SessionRequest:
+    """A heartbeat whose ack has some 4 MB."""
+    beat = decode_pb2.Heartbeat(sequence=sequence, grant_ids=["g" * 1000] * 4000)
+    return decode_pb2.SessionRequest(heartbeat=beat)
+
+
+async def test_a_prefill_that_does_not_read_loses_its_session(d: Wire) -> None:
+    """It makes D talk for as long as its heartbeats list grants that nobody knows."""
+    sessions = d.server.machine.ledger.sessions
+    deaf = await deaf_session(d)
+    for sequence in range(1, 40):
+        with contextlib.suppress(asyncio.CancelledError):
+            await deaf.write(demanding(sequence))
+        if len(sessions.live()) == 1:
+            break
+    await until(lambda: len(sessions.live()) == 1)
+    fault = await fault_of(deaf)
+    assert fault.reason is Reason.LEASE_EXPIRED and "wait for this prefill" in fault.message
+
+
+async def test_a_prefill_that_stops_reading_is_as_good_as_silent() -> None:
+    async with wire(heartbeat_s=0.3) as d:
+        deaf = await deaf_session(d)
+        for sequence in (1, 2):
+            await deaf.write(demanding(sequence))
+        assert len(d.server.runtime._sessions) == 2
+        await until(lambda: not d.server.runtime._sessions)
+        assert (await fault_of(deaf)).reason is Reason.LEASE_EXPIRED
+
+
+async def test_a_defect_while_a_session_is_read_ends_it_with_an_error(
+    d: Wire, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    p = await d.prefill()
+    feed = d.server.runtime.feed
+
+    def defective(event: ev.Event) -> None:
+        if isinstance(event, ev.HeartbeatReceived):
+            raise ZeroDivisionError
+        feed(event)
+
+    monkeypatch.setattr(d.server.runtime, "feed", defective)
+    beat = decode_pb2.Heartbeat(sequence=1)
+    await p.session.write(decode_pb2.SessionRequest(heartbeat=beat))
+    fault = await fault_of(p.session)
+    assert fault.reason is Reason.ENGINE_ERROR and fault.code is Code.INTERNAL
+    assert "reading a session failed" in caplog.text
 
 
 # The engine
