@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 from pd_grpc.protocol.faults import Fault, TransportFault
-from pd_grpc.v1 import decode_pb2, layout_pb2, transfer_pb2
+from pd_grpc.v1 import transfer_pb2
 
 
 class Slab(NamedTuple):
@@ -97,12 +97,6 @@ class SendStream(ABC):
 
 class SendTransport(ABC):
     """P's half of one way to move KV."""
-
-    kind: layout_pb2.Transport
-
-    @abstractmethod
-    def offers(self, welcome: decode_pb2.Welcome) -> bool:
-        """Whether it can reach this D."""
 
     @abstractmethod
     def open(

@@ -5,15 +5,21 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
-import google_crc32c
 import grpc.aio
 
 from pd_grpc.engine.base import KvMemory
 from pd_grpc.protocol import rpc
 from pd_grpc.protocol.faults import Code, Fault, TransportFault
 from pd_grpc.transport.base import SendStream, SendTransport, Slab, StreamListener
-from pd_grpc.v1 import decode_pb2, layout_pb2, transfer_pb2, transfer_pb2_grpc
+from pd_grpc.transport.chunk_codec import (
+    TRANSFER_METHOD,
+    OutgoingChunk,
+    checksum,
+    serialize_request,
+)
+from pd_grpc.v1 import transfer_pb2
 
 LAST_WORD_S = 1.0
 """How long the status of a call that has ended may still be on its way."""
@@ -22,17 +28,11 @@ LAST_WORD_S = 1.0
 class InlineTransport(SendTransport):
     """Streams to any endpoint, one connection for each. To be used on one loop."""
 
-    kind = layout_pb2.TRANSPORT_INLINE
-
     def __init__(self, memory: KvMemory, make_channel: Callable[[str], grpc.aio.Channel]) -> None:
         self._memory = memory
         self._make_channel = make_channel
         self._channels: dict[str, grpc.aio.Channel] = {}
         self._closing: set[asyncio.Task[None]] = set()
-
-    def offers(self, welcome: decode_pb2.Welcome) -> bool:
-        """Anywhere gRPC goes."""
-        return True
 
     def open(
         self,
@@ -46,8 +46,13 @@ class InlineTransport(SendTransport):
         channel = self._channels.get(endpoint)
         if channel is None:
             channel = self._channels[endpoint] = self._make_channel(endpoint)
-        stub = transfer_pb2_grpc.TransferServiceStub(channel)
-        call = stub.Transfer(timeout=timeout_s, metadata=tuple(metadata))
+        # Requests come serialized: grpc would do it after a wait, and then the blocks may be gone.
+        transfer: Any = channel.stream_stream(
+            TRANSFER_METHOD,
+            request_serializer=None,
+            response_deserializer=transfer_pb2.TransferResponse.FromString,
+        )
+        call = transfer(timeout=timeout_s, metadata=tuple(metadata))
         return InlineStream(call, message, listener, self._memory)
 
     def forget(self, endpoint: str) -> None:
@@ -70,9 +75,7 @@ class InlineStream(SendStream):
 
     def __init__(
         self,
-        call: grpc.aio.StreamStreamCall[
-            transfer_pb2.TransferRequest, transfer_pb2.TransferResponse
-        ],
+        call: grpc.aio.StreamStreamCall[bytes, transfer_pb2.TransferResponse],
         message: transfer_pb2.TransferOpen,
         listener: StreamListener,
         memory: KvMemory,
@@ -88,17 +91,16 @@ class InlineStream(SendStream):
         """See `SendStream.write`."""
         if self._ended:
             return False
-        payload = b"".join(self._memory.read(blocks, slab.group, slab.layer, slab.layers))
-        chunk = transfer_pb2.KvChunk(
+        pieces = self._memory.read(blocks, slab.group, slab.layer, slab.layers)
+        header = transfer_pb2.KvChunk(
             group=slab.group,
             layer_start=slab.layer,
             layer_count=slab.layers,
             block_start=slab.block,
             block_count=slab.blocks,
-            crc32c=google_crc32c.value(payload),
-            payload=payload,
+            crc32c=checksum(pieces),
         )
-        return await self._send(transfer_pb2.TransferRequest(chunk=chunk))
+        return await self._send(OutgoingChunk(header, pieces))
 
     async def end(self, chunks: int, payload_bytes: int) -> bool:
         """See `SendStream.end`."""
@@ -117,11 +119,11 @@ class InlineStream(SendStream):
         self._reader.cancel()
         await asyncio.wait([self._reader])
 
-    async def _send(self, message: transfer_pb2.TransferRequest) -> bool:
+    async def _send(self, message: transfer_pb2.TransferRequest | OutgoingChunk) -> bool:
         """Write unless the call has ended; why it has is the reader's to tell."""
         try:
             if not self._ended:
-                await self._call.write(message)
+                await self._call.write(serialize_request(message))
         except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
             return False
         except asyncio.CancelledError:
