@@ -29,6 +29,7 @@ from pd_grpc.decode.transfer import Ended, Transfer, Undelivered, timings_of, us
 from pd_grpc.engine.stopping import Finish
 from pd_grpc.protocol.config import DecodeConfig
 from pd_grpc.protocol.faults import Fault, Reason
+from pd_grpc.protocol.messages import duration
 from pd_grpc.protocol.refs import TransferKey
 from pd_grpc.protocol.timers import Timers
 from pd_grpc.protocol.tombstones import Tombstones
@@ -37,6 +38,7 @@ from pd_grpc.v1 import decode_pb2, types_pb2
 TimerKey = tuple[str, str]
 """(grant id or stream, what ends)."""
 
+DRAIN_TIMER = ("server", "drain")
 RECEIVER = "receiver"
 ENGINE = "engine"
 
@@ -86,6 +88,11 @@ class Ledger:
     def closed(self) -> Fault | None:
         """Why nothing new is taken; None when it is."""
         return draining() if self.draining else self.stuck
+
+    def drain(self) -> decode_pb2.Drain:
+        """What a P is told of the drain."""
+        until = self.timers.at(DRAIN_TIMER)
+        return decode_pb2.Drain(deadline=duration(0.0 if until is None else until - self.now))
 
     def of_key(self, key: TransferKey) -> Transfer | None:
         """The live transfer of a key."""

@@ -18,7 +18,7 @@ from pd_grpc.decode.checks import draining, limits_of
 from pd_grpc.decode.client_desk import ClientDesk
 from pd_grpc.decode.engine_desk import STEP_TIMER, EngineDesk
 from pd_grpc.decode.handoff import HandOff
-from pd_grpc.decode.ledger import RECEIVER, Ledger
+from pd_grpc.decode.ledger import DRAIN_TIMER, RECEIVER, Ledger
 from pd_grpc.decode.prefill_desk import PrefillDesk
 from pd_grpc.decode.session_desk import SessionDesk
 from pd_grpc.decode.sessions import Offer, Sessions
@@ -27,7 +27,6 @@ from pd_grpc.decode.transfer import Transfer
 from pd_grpc.engine.base import Tokenizer
 from pd_grpc.protocol.config import DecodeConfig
 from pd_grpc.protocol.faults import Fault, Reason, stage_deadline
-from pd_grpc.protocol.messages import duration
 from pd_grpc.protocol.refs import TransferKey
 from pd_grpc.v1 import decode_pb2
 
@@ -221,7 +220,7 @@ class DecodeMachine:
         if ledger.draining:
             return
         ledger.draining = True
-        drain = decode_pb2.Drain(deadline=duration(event.deadline_s))
+        drain = ledger.drain()
         for session in ledger.sessions.live():
             assert session.stream is not None
             ledger.act(SessionSend(session.stream, decode_pb2.SessionResponse(drain=drain)))
@@ -235,6 +234,3 @@ class DecodeMachine:
     def _drain_is_over(self) -> None:
         for transfer in list(self.ledger.transfers.values()):
             self.ledger.end(transfer, DecodeState.FAILED, draining())
-
-
-DRAIN_TIMER = ("server", "drain")

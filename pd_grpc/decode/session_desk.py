@@ -49,6 +49,9 @@ class SessionDesk:
         self._expect_heartbeat(event.stream)
         welcome = decode_pb2.SessionResponse(welcome=joined.welcome)
         ledger.act(SessionSend(event.stream, welcome))
+        if ledger.draining:
+            # It comes back, and may have missed the word while it was away.
+            ledger.act(SessionSend(event.stream, decode_pb2.SessionResponse(drain=ledger.drain())))
 
     def heartbeat(self, event: HeartbeatReceived) -> None:
         """Renew the listed grants alone, and name those that are unknown."""

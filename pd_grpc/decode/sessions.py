@@ -141,6 +141,8 @@ class Sessions:
         wrong = name_errors(hello.instance.name, "hello.instance.name", required=True)
         if hello.instance.epoch == 0:
             wrong.append(FieldError("hello.instance.epoch", "must not be 0"))
+        if hello.instance.role != types_pb2.ROLE_PREFILL:
+            wrong.append(FieldError("hello.instance.role", "must be ROLE_PREFILL"))
         if not hello.layouts:
             wrong.append(FieldError("hello.layouts", "must have at least one"))
         if wrong:
@@ -156,19 +158,28 @@ class Sessions:
         _check_means(hello)
 
     def _check_layouts(self, offered: Sequence[layout_pb2.KvLayout]) -> None:
-        differences = []
+        """One that is ours is enough; without one, P hears what is wrong with its best."""
+        faults = []
         for message in offered:
-            try:
-                theirs = layout_from_proto(message)
-            except ValueError as error:
-                raise Fault(Reason.FEATURE, f"layout: {error}", {"feature": "kv_group"}) from error
-            _check_built(theirs)
-            found = self._offer.layout.differences(theirs)
-            if not found:
+            fault = self._layout_fault(message)
+            if fault is None:
                 return
-            differences.append(found)
-        first = differences[0][0]
-        raise _mismatch(f"layout.{first.field}", first.ours, first.theirs)
+            faults.append(fault)
+        raise faults[0]
+
+    def _layout_fault(self, offered: layout_pb2.KvLayout) -> Fault | None:
+        try:
+            theirs = layout_from_proto(offered)
+        except ValueError as error:
+            return Fault(Reason.FEATURE, f"layout: {error}", {"feature": "kv_group"})
+        unbuilt = _unbuilt(theirs)
+        if unbuilt is not None:
+            return unbuilt
+        differences = self._offer.layout.differences(theirs)
+        if not differences:
+            return None
+        first = differences[0]
+        return _mismatch(f"layout.{first.field}", first.ours, first.theirs)
 
     def _welcome(self, session: Session) -> decode_pb2.Welcome:
         offer, timeouts = self._offer, self._offer.timeouts
@@ -187,15 +198,16 @@ class Sessions:
         )
 
 
-def _check_built(theirs: KvLayout) -> None:
+def _unbuilt(theirs: KvLayout) -> Fault | None:
     for g, group in enumerate(theirs.groups):
         kinds = {plane.kind for plane in group.planes}
         if group.kind is not GroupKind.FULL or kinds - {PlaneKind.K, PlaneKind.V}:
-            raise Fault(
+            return Fault(
                 Reason.FEATURE,
                 f"layout.groups[{g}]: only FULL attention with planes K and V is built",
                 {"feature": f"kv_group.{group.kind.name}"},
             )
+    return None
 
 
 def _check_means(hello: decode_pb2.Hello) -> None:
@@ -207,9 +219,12 @@ def _check_means(hello: decode_pb2.Hello) -> None:
     if len(hello.shards) > 1:
         raise _mismatch("shards", "1", str(len(hello.shards)))
     for shard in hello.shards:
-        for name in ("tp_size", "pp_size", "cp_size", "dp_size"):
-            if getattr(shard, name) > 1:
-                raise _mismatch(f"shards[0].{name}", "1", str(getattr(shard, name)))
+        for kind in ("tp", "pp", "cp", "dp"):
+            size, rank = getattr(shard, f"{kind}_size"), getattr(shard, f"{kind}_rank")
+            if size > 1:
+                raise _mismatch(f"shards[0].{kind}_size", "1", str(size))
+            if rank > 0:
+                raise _mismatch(f"shards[0].{kind}_rank", "0", str(rank))
 
 
 def transport_name(transport: layout_pb2.Transport) -> str:

@@ -15,6 +15,8 @@ from tests.decode.harness import Harness
 from tests.decode.messages import D_EPOCH, LAYOUT, SHARD, Request
 from tests.decode.prefill_peer import Prefill
 
+P = types_pb2.ROLE_PREFILL
+
 
 def refusal(d: Harness, **fields: Any) -> Fault:
     """Why a Hello with these fields is turned away."""
@@ -102,6 +104,14 @@ def test_a_kind_of_attention_that_is_not_built_is_refused(d: Harness, kind: int)
     assert refusal(d, layouts=[layout]).reason is Reason.FEATURE
 
 
+@pytest.mark.parametrize("kind", [layout_pb2.KV_GROUP_KIND_SLIDING, 99])
+def test_an_exotic_layout_does_not_hide_a_plain_one_behind_it(d: Harness, kind: int) -> None:
+    exotic = layout_to_proto(LAYOUT)
+    exotic.groups[0].kind = kind  # type: ignore[assignment]
+    p = Prefill(d, layouts=[exotic, layout_to_proto(LAYOUT)])
+    assert d.told[p.stream][0].welcome.layout == layout_to_proto(LAYOUT)
+
+
 def test_a_scale_plane_is_refused_as_not_built(d: Harness) -> None:
     layout = layout_to_proto(LAYOUT)
     layout.groups[0].planes.add(kind=layout_pb2.PLANE_KIND_SCALE, dtype="float32", heads=1)
@@ -115,6 +125,8 @@ def test_a_scale_plane_is_refused_as_not_built(d: Harness) -> None:
         ({"shards": [SHARD, SHARD]}, "shards"),
         ({"shards": [layout_pb2.Shard(tp_size=2)]}, "shards[0].tp_size"),
         ({"shards": [layout_pb2.Shard(pp_size=2)]}, "shards[0].pp_size"),
+        ({"shards": [layout_pb2.Shard(dp_size=2)]}, "shards[0].dp_size"),
+        ({"shards": [layout_pb2.Shard(dp_size=1, dp_rank=1)]}, "shards[0].dp_rank"),
         ({"hash_algorithm": "md5"}, "hash_algorithm"),
     ],
 )
@@ -130,9 +142,14 @@ def test_means_that_differ_name_the_field(
     ("fields", "field"),
     [
         ({"layouts": []}, "hello.layouts"),
-        ({"instance": types_pb2.Instance(epoch=1)}, "hello.instance.name"),
-        ({"instance": types_pb2.Instance(name="p")}, "hello.instance.epoch"),
-        ({"instance": types_pb2.Instance(name="p" * 129, epoch=1)}, "hello.instance.name"),
+        ({"instance": types_pb2.Instance(epoch=1, role=P)}, "hello.instance.name"),
+        ({"instance": types_pb2.Instance(name="p", role=P)}, "hello.instance.epoch"),
+        ({"instance": types_pb2.Instance(name="p" * 129, epoch=1, role=P)}, "hello.instance.name"),
+        ({"instance": types_pb2.Instance(name="p", epoch=1)}, "hello.instance.role"),
+        (
+            {"instance": types_pb2.Instance(name="p", epoch=1, role=types_pb2.ROLE_DECODE)},
+            "hello.instance.role",
+        ),
     ],
 )
 def test_a_malformed_hello_names_the_field(
@@ -369,3 +386,20 @@ def test_late_words_of_an_old_stream_are_counted(d: Harness, p: Prefill) -> None
     d.feed(ev.GoodbyeReceived(old))
     assert d.late == 2
     assert p.stream not in d.session_ends
+
+
+def test_a_prefill_that_comes_back_while_we_drain_is_told_so(d: Harness, p: Prefill) -> None:
+    request = Request()
+    client = d.generate(request)
+    grant = p.granted(request)
+    p.breaks()
+    d.feed(ev.DrainRequested(30.0))
+    d.advance(0.5)
+    p.join()
+    welcome, drain = d.told[p.stream]
+    assert welcome.HasField("welcome")
+    assert drain.drain == decode_pb2.Drain(deadline=duration(29.5))
+    d.receive(grant, request.tokens)
+    p.first_token(request, grant)
+    d.run()
+    assert d.shown[client] == request.answer
