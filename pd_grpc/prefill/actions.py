@@ -85,10 +85,11 @@ class SendAllocate:
 
 @dataclass(frozen=True)
 class CancelAllocate:
-    """Cancel Allocate number `ask`; nobody waits for its answer."""
+    """Cancel Allocate number `ask` to the D at `endpoint`; nobody waits for its answer."""
 
     key: TransferKey
     ask: int
+    endpoint: str
 
 
 @dataclass(frozen=True)
@@ -138,9 +139,10 @@ class SendFirstToken:
 
 @dataclass(frozen=True)
 class SendRelease:
-    """Call Release, again once if the connection is lost; nobody waits for its answer."""
+    """Call Release; answered by ReleaseAnswered with the same `call`."""
 
     key: TransferKey
+    call: int
     endpoint: str
     request: decode_pb2.ReleaseRequest
     timeout_s: float

@@ -30,11 +30,14 @@ class Placed(Protocol):
     def turn_away(self, record: PrefillRecord, fault: Fault, now: float) -> None:
         """The D it waits for cannot be had."""
 
+    def opened(self, session: DecodeSession, now: float) -> None:
+        """A D can be reached, for the first time or again."""
+
     def lose_ask(self, record: PrefillRecord, fault: Fault, now: float) -> None:
         """The D it asks will not answer."""
 
     def session_up(self, record: PrefillRecord, now: float) -> None:
-        """The D that has granted can be reached, for the first time or again."""
+        """The D that has granted can be reached again."""
 
 
 class Conversations:
@@ -96,6 +99,17 @@ class Conversations:
         if session is not None:
             self._consume(session, session.unbind(record.key, now), now)
 
+    def hold(self, endpoint: str, user: object, now: float) -> None:
+        """Something other than a request needs the session as long as it can be had."""
+        session = self._sessions[endpoint]
+        self._consume(session, session.bind(user, "", now), now)
+
+    def let_go(self, endpoint: str, user: object, now: float) -> None:
+        """Undo `hold`."""
+        session = self._sessions.get(endpoint)
+        if session is not None and user in session.users:
+            self._consume(session, session.unbind(user, now), now)
+
     def message(self, event: SessionMessage, now: float) -> None:
         """D said something."""
         session = self._sessions.get(event.endpoint)
@@ -144,6 +158,7 @@ class Conversations:
         """Pass actions on, and act on notices."""
         for each in out:
             if isinstance(each, sessions.Opened):
+                self._placed.opened(session, now)
                 for record in self._bound(session):
                     if record.grant is not None:
                         self._placed.session_up(record, now)
@@ -160,6 +175,9 @@ class Conversations:
                 self._ended(session, each.ended, now)
             elif not isinstance(each, sessions.Draining | sessions.Left):
                 self._requests.do(each)
+        if session.phase is Phase.IDLE:
+            for user in session.users - self._requests.in_flight.keys():
+                session.unbind(user, now)
         gone = session.phase is Phase.IDLE and not session.users
         if gone and self._sessions.get(session.endpoint) is session:
             del self._sessions[session.endpoint]

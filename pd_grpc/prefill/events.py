@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from pd_grpc.engine.base import Sampled
-from pd_grpc.prefill.actions import SendAllocate
+from pd_grpc.prefill.actions import SendAllocate, SendRelease
 from pd_grpc.protocol.faults import Fault, TransportFault
 from pd_grpc.protocol.refs import TransferKey
 from pd_grpc.transport.base import Slab
@@ -122,6 +122,14 @@ class FirstTokenAnswered:
 
 
 @dataclass(frozen=True)
+class ReleaseAnswered:
+    """The Release `sent` has ended; `fault` is None when D has taken the transfer back."""
+
+    sent: SendRelease
+    fault: AnyFault | None
+
+
+@dataclass(frozen=True)
 class OperatorRelease:
     """An operator ends a request by hand; `attempt` 0 means the newest."""
 
@@ -150,6 +158,7 @@ Event = (
     | TransferBroken
     | TransferClosed
     | FirstTokenAnswered
+    | ReleaseAnswered
     | OperatorRelease
     | DrainRequested
 )

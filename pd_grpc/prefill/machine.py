@@ -86,15 +86,18 @@ class PrefillMachine:
         for timer in self.requests.timers.pop_due(now):
             self._fire(timer, now)
         self.conversations.tick(now)
+        self.placement.releases.tick(now)
         return self._settle(now)
 
     def next_wake(self) -> float | None:
         """When `tick` must be called next."""
-        wakes = (self.requests.timers.next(), self.conversations.next_wake())
+        parts = (self.conversations, self.placement.releases)
+        wakes = [self.requests.timers.next(), *(part.next_wake() for part in parts)]
         return min((at for at in wakes if at is not None), default=None)
 
     def leave(self, now: float) -> list[Action]:
         """Say goodbye to every D; for a server that stops."""
+        self.placement.releases.clear(now)
         self.conversations.leave("prefill instance stops", now)
         return self._settle(now)
 
@@ -138,6 +141,8 @@ class PrefillMachine:
             self.handover.closed(event.key, event.shard)
         elif isinstance(event, ev.FirstTokenAnswered):
             self.handover.first_token_answered(event, now)
+        elif isinstance(event, ev.ReleaseAnswered):
+            self.placement.releases.answered(event, now)
         elif isinstance(event, ev.OperatorRelease):
             self._operator_release(event, now)
         else:

@@ -16,7 +16,6 @@ from pd_grpc.prefill import actions as act
 from pd_grpc.prefill import events as ev
 from pd_grpc.protocol import rpc
 from pd_grpc.protocol.config import PrefillConfig
-from pd_grpc.protocol.faults import TransportFault
 from pd_grpc.protocol.refs import TransferKey
 from pd_grpc.v1 import decode_pb2, decode_pb2_grpc
 
@@ -155,7 +154,7 @@ class DecodePeer:
         self._spawn(self._send_first_token(sent, metadata))
 
     def release(self, release: act.SendRelease) -> None:
-        """Give a transfer back; once more if the connection was lost."""
+        """Give a transfer back."""
         self._spawn(self._release(release))
 
     async def calls_done(self) -> None:
@@ -211,24 +210,15 @@ class DecodePeer:
         else:
             self._feed(ev.FirstTokenAnswered(sent.key, sent.attempt, answer.state, None))
 
-    async def _release(self, release: act.SendRelease) -> None:
-        for last in (False, True):
-            try:
-                await self._stub.Release(release.request, timeout=release.timeout_s)
-                return
-            except grpc.aio.AioRpcError as error:
-                fault = rpc.read_error(error)
-                if last or not (isinstance(fault, TransportFault) and fault.peer_lost):
-                    # D frees it by its lease, or when it sees the session end.
-                    extra = {"transfer_id": release.key.transfer_id}
-                    log.info(
-                        "%s was not released on %s: %s",
-                        release.key,
-                        self._endpoint,
-                        fault,
-                        extra=extra,
-                    )
-                    return
+    async def _release(self, sent: act.SendRelease) -> None:
+        fault = None
+        try:
+            await self._stub.Release(sent.request, timeout=sent.timeout_s)
+        except grpc.aio.AioRpcError as error:
+            fault = rpc.read_error(error)
+            extra = {"transfer_id": sent.key.transfer_id}
+            log.info("%s was not released on %s: %s", sent.key, self._endpoint, fault, extra=extra)
+        self._feed(ev.ReleaseAnswered(sent, fault))
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
         task = self._loop.create_task(work)

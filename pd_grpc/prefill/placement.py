@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from pd_grpc.prefill.actions import CancelAllocate, SendAllocate, SendRelease
+from pd_grpc.prefill.actions import CancelAllocate, SendAllocate
 from pd_grpc.prefill.conversations import Conversations, Fail
 from pd_grpc.prefill.decode_faults import another_may_do, as_fault
 from pd_grpc.prefill.events import AllocateAnswered, AnyFault
 from pd_grpc.prefill.grants import grant_problem, read_grant
 from pd_grpc.prefill.prepare import PreparePool
+from pd_grpc.prefill.releases import Releases
 from pd_grpc.prefill.requests import Requests
 from pd_grpc.prefill.sessions import DecodeSession
 from pd_grpc.prefill.states import PrefillRecord, PrefillState
@@ -39,6 +40,7 @@ class Placement:
         ahead = config.prepare_ahead or 2 * config.prefill_batch
         self.pool = PreparePool(config.prepare_window, config.prepare_total, ahead)
         self.conversations = Conversations(requests, config, instance, limits, self, fail)
+        self.releases = Releases(requests, config, self.conversations)
         self._requests = requests
         self._config = config
         self._limits = limits
@@ -57,7 +59,7 @@ class Placement:
     def forget(self, record: PrefillRecord, cause: Fault | None, now: float) -> None:
         """A request has ended; D is told unless `cause` is None."""
         if cause is not None and (record.asking or record.grant is not None):
-            self._release(record, cause)
+            self._release(record, cause, now)
         self._withdraw(record, now)
 
     def computed(self, record: PrefillRecord) -> None:
@@ -86,7 +88,7 @@ class Placement:
         if record is None or not record.asking or record.ask != asked.ask:
             self._requests.late_events += 1
             if event.response is not None:
-                self._release_late(asked)
+                self._release_late(asked, now)
         elif event.response is not None:
             self._take(record, event.response, now)
         elif event.fault is not None:
@@ -111,6 +113,7 @@ class Placement:
         record.ask += 1
         record.asking = True
         record.asked_session = session.session_id
+        record.asked_epoch = session.instance.epoch
         record.times.allocate = now
         if record.times.first_allocate is None:
             record.times.first_allocate = now
@@ -161,7 +164,7 @@ class Placement:
         more = record.choice + 1 < len(record.request.decodes) and record.left(now) > 0
         if unanswered:
             moved = Fault(Reason.RELEASED, f"prefill went on without the answer: {own.message}")
-            self._release(record, moved if more and another_may_do(fault) else own)
+            self._release(record, moved if more and another_may_do(fault) else own, now)
         if not (more and another_may_do(fault)):
             self._fail(record, own, now, False)
             return
@@ -175,10 +178,14 @@ class Placement:
 
     def lose_ask(self, record: PrefillRecord, fault: Fault, now: float) -> None:
         """An Allocate will not be answered by the D it was sent to."""
-        self._requests.do(CancelAllocate(record.key, record.ask))
-        self._release(record, fault)
+        self._cancel(record)
+        self._release(record, fault, now)
         record.asking = False
         self.turn_away(record, fault, now)
+
+    def opened(self, session: DecodeSession, now: float) -> None:
+        """A D can be reached."""
+        self.releases.opened(session, now)
 
     def session_up(self, record: PrefillRecord, now: float) -> None:
         """The D that has granted can be reached again."""
@@ -189,37 +196,24 @@ class Placement:
     def _withdraw(self, record: PrefillRecord, now: float) -> None:
         """End what binds a request to the D it turned to."""
         if record.asking:
-            self._requests.do(CancelAllocate(record.key, record.ask))
+            self._cancel(record)
             record.asking = False
         self.pool.withdraw(record.key)
         self.conversations.unbind(record, now)
 
-    def _release(self, record: PrefillRecord, cause: Fault) -> None:
-        session = self.conversations.get(record.target.endpoint)
-        if session is not None:
-            decode = session.instance if record.grant is None else record.grant.decode
-            ref = _ref(record.key, decode.epoch)
-            self._do_release(record.key, session.endpoint, session.session_id, ref, cause)
+    def _cancel(self, record: PrefillRecord) -> None:
+        self._requests.do(CancelAllocate(record.key, record.ask, record.target.endpoint))
 
-    def _release_late(self, asked: SendAllocate) -> None:
+    def _release(self, record: PrefillRecord, cause: Fault, now: float) -> None:
+        session = self.conversations[record.target.endpoint]
+        epoch = record.asked_epoch if record.grant is None else record.grant.decode.epoch
+        self.releases.give_back(record.key, session.endpoint, session.session_id, epoch, cause, now)
+
+    def _release_late(self, asked: SendAllocate, now: float) -> None:
         """A grant came for a request that has gone on without it."""
         cause = Fault(Reason.RELEASED, "the grant came after the request had ended or moved on")
-        session_id, ref = asked.request.session_id, asked.request.ref
-        self._do_release(asked.key, asked.endpoint, session_id, ref, cause)
-
-    def _do_release(
-        self,
-        key: TransferKey,
-        endpoint: str,
-        session_id: str,
-        ref: types_pb2.TransferRef,
-        cause: Fault,
-    ) -> None:
-        # With inline D does the writing: what P has sent or not, no write of P's can come.
-        request = decode_pb2.ReleaseRequest(
-            session_id=session_id, ref=ref, cause=cause.status(), writes_stopped=True
-        )
-        self._requests.do(SendRelease(key, endpoint, request, self._config.call_s))
+        session_id, epoch = asked.request.session_id, asked.request.ref.decode_epoch
+        self.releases.give_back(asked.key, asked.endpoint, session_id, epoch, cause, now)
 
 
 def _ref(key: TransferKey, decode_epoch: int) -> types_pb2.TransferRef:

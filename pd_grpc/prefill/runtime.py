@@ -79,6 +79,7 @@ class PrefillRuntime:
         self._shards: dict[str, set[str]] = {}
         self._closing: set[asyncio.Task[None]] = set()
         self._step: asyncio.Task[None] | None = None
+        self._stopped = False
 
     def connect(self, bulk: BulkSender) -> None:
         """Give it the bulk side."""
@@ -117,6 +118,7 @@ class PrefillRuntime:
 
     async def stop(self) -> None:
         """Close what reaches the Ds, and end the engine thread. The machine is fed no more."""
+        self._stopped = True
         self._driver.stop()
         await self._engine_thread.stop()
         for endpoint in list(self._peers):
@@ -136,7 +138,7 @@ class PrefillRuntime:
                 metadata = self._spans.allocate(action, now)
                 self._peer(action.endpoint).allocate(action, metadata)
             elif isinstance(action, act.CancelAllocate):
-                for peer in self._peers.values():
+                if (peer := self._peers.get(action.endpoint)) is not None:
                     peer.cancel_allocate(action)
             elif isinstance(action, act.SendFirstToken):
                 metadata = self._spans.first_token(action, now)
@@ -205,14 +207,18 @@ class PrefillRuntime:
     def _peer(self, endpoint: str) -> DecodePeer:
         peer = self._peers.get(endpoint)
         if peer is None:
-            peer = self._peers[endpoint] = DecodePeer(endpoint, self._config, self.feed)
+            peer = self._peers[endpoint] = DecodePeer(endpoint, self._config, self._hear)
         return peer
+
+    def _hear(self, event: ev.Event) -> None:
+        if not self._stopped:
+            self.feed(event)
 
     def _release(self, release: act.SendRelease) -> None:
         peer = self._peers.get(release.endpoint)
         if peer is None:
             # P has nothing else to do with this D any more: a connection for this call alone.
-            peer = DecodePeer(release.endpoint, self._config, self.feed)
+            peer = DecodePeer(release.endpoint, self._config, self._hear)
             peer.release(release)
             self._close(peer)
         else:

@@ -24,6 +24,12 @@ _TURNED_AWAY = frozenset(
 """Ends of an open session after which another try would be told the same."""
 
 
+def backoff_s(timeouts: Timeouts, tries: int) -> float:
+    """How long to wait after so many tries in a row have failed, before the next."""
+    wait_s = timeouts.reconnect_min_s * 2.0 ** min(tries - 1, 32)
+    return min(wait_s, timeouts.reconnect_max_s)
+
+
 class Phase(enum.Enum):
     """Where the conversation stands."""
 

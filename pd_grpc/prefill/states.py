@@ -131,6 +131,8 @@ class PrefillRecord:
     asking: bool = False
     asked_session: str = ""
     """The session id that the last Allocate carried."""
+    asked_epoch: int = 0
+    """Epoch of the D that the last Allocate meant."""
     grant: Grant | None = None
     holding: Holding | None = None
     in_step: bool = False

@@ -149,6 +149,7 @@ def test_a_grant_that_comes_after_the_cancel_is_given_back(world: World) -> None
     call = world.bring_to(PrefillState.ALLOCATING)
     asked = world.ask()
     world.feed(ev.PrefillCallEnded(call))
+    world.answer_release()
     world.grant(asked=asked)
     assert world.releases() == [(D1, Reason.CLIENT_GONE), (D1, Reason.RELEASED)]
     assert world.state() is PrefillState.CANCELLED

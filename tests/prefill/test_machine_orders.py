@@ -10,6 +10,7 @@ import pytest
 from pd_grpc.engine.base import Sampled
 from pd_grpc.prefill import actions as act
 from pd_grpc.prefill import events as ev
+from pd_grpc.prefill.releases import Owed
 from pd_grpc.prefill.requests import Timer
 from pd_grpc.prefill.states import PrefillState, Stream
 from pd_grpc.protocol.faults import Code, Fault, Reason, TransportFault
@@ -38,6 +39,7 @@ class Chance:
             num_blocks=12, prepare_window=3, prepare_ahead=2, prefill_queue=6, connect_s=1
         )
         self.calls: list[int] = []
+        self.welcomed: set[int] = set()
         self.moves: list[Callable[[], None]] = [
             self.call,
             self.call,
@@ -57,6 +59,7 @@ class Chance:
             self.close,
             self.answer_first_token,
             self.answer_first_token,
+            self.answer_release,
             self.talk,
             self.wait,
             self.release,
@@ -89,7 +92,10 @@ class Chance:
 
     def welcome(self) -> None:
         opened = self.pick(act.OpenSession)
-        if isinstance(opened, act.OpenSession):
+        # A second welcome on one stream ends everything: let that be seldom.
+        second = isinstance(opened, act.OpenSession) and opened.link in self.welcomed
+        if isinstance(opened, act.OpenSession) and (not second or self.chance.random() < 0.05):
+            self.welcomed.add(opened.link)
             decode = self.world.decodes[opened.endpoint]
             if self.chance.random() < 0.05:
                 decode.epoch += 1
@@ -153,6 +159,12 @@ class Chance:
                 event = ev.FirstTokenAnswered(sent.key, sent.attempt, None, fault)
             self.world.feed(event)
 
+    def answer_release(self) -> None:
+        sent = self.pick(act.SendRelease)
+        if isinstance(sent, act.SendRelease):
+            fault = None if self.chance.random() < 0.5 else self.chance.choice(FAULTS)
+            self.world.feed(ev.ReleaseAnswered(sent, fault))
+
     def talk(self) -> None:
         sessions = self.world.machine.conversations.all()
         if not sessions:
@@ -207,7 +219,12 @@ class Chance:
                 assert record.grant.grant_id in session.grants
             holders += record.holding is not None
         for session in machine.conversations.all():
-            assert {k for k in session.users if k in machine.requests.in_flight} == session.users
+            for user in session.users:
+                if isinstance(user, Owed):
+                    assert user.endpoint == session.endpoint
+                    assert machine.placement.releases.owes(user.endpoint, user.key)
+                else:
+                    assert user in machine.requests.in_flight
         assert len(self.world.pool.holdings()) >= holders
 
     def run(self) -> None:
@@ -222,6 +239,9 @@ def test_no_order_of_events_breaks_an_invariant(seed: int) -> None:
     play.run()
     settle(play.world)
     machine = play.world.machine
+    play.world.advance(100)
+    assert len(machine.placement.releases) == 0
+    assert all(not session.users for session in machine.conversations.all())
     assert machine.placement.pool.in_flight == machine.placement.pool.granted == 0
     # Every request was answered once, but for those whose caller had left.
     ended = sum(machine.requests.ended_by_state.values())

@@ -195,6 +195,10 @@ class World:
         given = None if fault is not None else state
         self.feed(ev.FirstTokenAnswered(sent.key, sent.attempt, given, fault))
 
+    def answer_release(self, fault: Fault | TransportFault | None = None) -> None:
+        """D answers the last Release."""
+        self.feed(ev.ReleaseAnswered(self.taken(act.SendRelease)[-1], fault))
+
     def complete(self, transfer_id: str = "t-1", attempt: int = 1) -> None:
         """The shard has acknowledged everything."""
         key = TransferKey(transfer_id, attempt)

@@ -1,0 +1,186 @@
+"""Giving transfers back to their Ds: each Release is made until D has answered it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from google.rpc import status_pb2
+
+from pd_grpc.prefill.actions import SendRelease
+from pd_grpc.prefill.conversations import Conversations
+from pd_grpc.prefill.events import AnyFault, ReleaseAnswered
+from pd_grpc.prefill.requests import Requests
+from pd_grpc.prefill.sessions import DecodeSession, Phase, backoff_s
+from pd_grpc.protocol.config import PrefillConfig
+from pd_grpc.protocol.faults import Code, Fault, Reason
+from pd_grpc.protocol.messages import seconds
+from pd_grpc.protocol.refs import TransferKey
+from pd_grpc.protocol.timers import Timers
+from pd_grpc.v1 import decode_pb2, types_pb2
+
+
+@dataclass(frozen=True)
+class Owed:
+    """Names a Release that is owed to the D at one endpoint; a user of its session."""
+
+    endpoint: str
+    key: TransferKey
+
+
+@dataclass
+class _Release:
+    ref: types_pb2.TransferRef
+    cause: status_pb2.Status
+    session_id: str
+    """What the last call carried, or is to carry while there is no session."""
+    call: int = 0
+    """Number of the last call, from 1; tells answers apart."""
+    in_flight: bool = False
+
+
+class Releases:
+    """What is owed to each D until it has heard of it.
+
+    A session that breaks is mended for them, in the new one's name they are made again. Without
+    them the client of a D would hear of a lease that ran out, and not why. They end when D's
+    process is another one, or has forgotten the transfer for certain.
+    """
+
+    def __init__(
+        self, requests: Requests, config: PrefillConfig, conversations: Conversations
+    ) -> None:
+        self._requests = requests
+        self._config = config
+        self._conversations = conversations
+        self._owed: dict[Owed, _Release] = {}
+        """In order of age."""
+        self._over: Timers[Owed] = Timers()
+        self._again: Timers[Owed] = Timers()
+
+    def __len__(self) -> int:
+        return len(self._owed)
+
+    def owes(self, endpoint: str, key: TransferKey) -> bool:
+        """Whether D is still to hear of a transfer's end."""
+        return Owed(endpoint, key) in self._owed
+
+    def give_back(
+        self,
+        key: TransferKey,
+        endpoint: str,
+        session_id: str,
+        decode_epoch: int,
+        cause: Fault,
+        now: float,
+    ) -> None:
+        """Release a transfer; while that is owed already, the first cause stands. `session_id` is
+        used while there is no session to be had."""
+        owed = Owed(endpoint, key)
+        session = self._conversations.get(endpoint)
+        if owed in self._owed or not _of_epoch(session, decode_epoch):
+            return
+        ref = types_pb2.TransferRef(
+            transfer_id=key.transfer_id, attempt=key.attempt, decode_epoch=decode_epoch
+        )
+        release = self._owed[owed] = _Release(ref, cause.status(), session_id)
+        grace_s = self._config.grace_s if session is None else seconds(session.welcome.grace)
+        self._over.set(owed, now + grace_s + self._config.tombstone_s)
+        if len(self._owed) > self._config.tombstones:
+            self._drop(next(iter(self._owed)), now)
+        if session is None or session.phase is Phase.IDLE:
+            self._call(owed, release)
+            return
+        self._conversations.hold(endpoint, owed, now)
+        if session.phase is Phase.OPEN:
+            release.session_id = session.session_id
+            self._call(owed, release)
+
+    def answered(self, event: ReleaseAnswered, now: float) -> None:
+        """A Release has ended."""
+        owed = Owed(event.sent.endpoint, event.sent.key)
+        release = self._owed.get(owed)
+        if release is None or release.call != event.sent.call:
+            self._requests.late_events += 1
+            return
+        release.in_flight = False
+        if event.fault is None or not _again_may_do(event.fault):
+            self._drop(owed, now)
+            return
+        session = self._conversations.get(owed.endpoint)
+        if session is None or session.phase is not Phase.OPEN:
+            return
+        if session.session_id != release.session_id:
+            release.session_id = session.session_id
+            self._call(owed, release)
+        else:
+            self._again.set(owed, now + backoff_s(self._config, release.call))
+
+    def opened(self, session: DecodeSession, now: float) -> None:
+        """A D can be reached again, or for the first time."""
+        for owed in self._owed_to(session.endpoint):
+            release = self._owed[owed]
+            if not _of_epoch(session, release.ref.decode_epoch):
+                self._drop(owed, now)
+                continue
+            self._conversations.hold(owed.endpoint, owed, now)
+            # One under way is answered with NO_SESSION unless the old session still counts.
+            if not release.in_flight:
+                release.session_id = session.session_id
+                self._call(owed, release)
+
+    def tick(self, now: float) -> None:
+        """Do what is due."""
+        for owed in self._over.pop_due(now):
+            self._drop(owed, now)
+        for owed in self._again.pop_due(now):
+            release = self._owed[owed]
+            if self._conversations.is_open(owed.endpoint):
+                release.session_id = self._conversations[owed.endpoint].session_id
+                self._call(owed, release)
+
+    def next_wake(self) -> float | None:
+        """When `tick` must be called."""
+        wakes = (self._over.next(), self._again.next())
+        return min((at for at in wakes if at is not None), default=None)
+
+    def clear(self, now: float) -> None:
+        """Owe nothing more, for the goodbye tells each D enough."""
+        for owed in list(self._owed):
+            self._drop(owed, now)
+
+    def _owed_to(self, endpoint: str) -> list[Owed]:
+        return [owed for owed in self._owed if owed.endpoint == endpoint]
+
+    def _call(self, owed: Owed, release: _Release) -> None:
+        release.call += 1
+        release.in_flight = True
+        self._again.cancel(owed)
+        # With inline D does the writing: what P has sent or not, no write of P's can come.
+        request = decode_pb2.ReleaseRequest(
+            session_id=release.session_id,
+            ref=release.ref,
+            cause=release.cause,
+            writes_stopped=True,
+        )
+        timeout_s = self._config.call_s
+        self._requests.do(SendRelease(owed.key, release.call, owed.endpoint, request, timeout_s))
+
+    def _drop(self, owed: Owed, now: float) -> None:
+        del self._owed[owed]
+        self._over.cancel(owed)
+        self._again.cancel(owed)
+        self._conversations.let_go(owed.endpoint, owed, now)
+
+
+def _of_epoch(session: DecodeSession | None, decode_epoch: int) -> bool:
+    """Whether the D that is talked to, if any, may know the transfer."""
+    if session is None or session.phase is not Phase.OPEN:
+        return True
+    return session.instance.epoch == decode_epoch
+
+
+def _again_may_do(fault: AnyFault) -> bool:
+    """Whether D may not have heard it, but will in time."""
+    if isinstance(fault, Fault):
+        return fault.reason is Reason.NO_SESSION
+    return fault.peer_lost or fault.code is Code.DEADLINE_EXCEEDED
