@@ -13,15 +13,19 @@ from pd_grpc.protocol.sampling import FieldError, Sampling
 from pd_grpc.v1 import inference_pb2, layout_pb2, sampling_pb2
 
 
+MAX_DURATION_S = 315_576_000_000
+"""The longest Duration that protobuf allows, some ten thousand years."""
+
+
 def duration(seconds: float) -> Duration:
-    """Seconds as a Duration; negative ones become zero."""
-    nanos = max(0, round(seconds * 1e9))
+    """Seconds as a Duration, kept within 0 and what protobuf allows."""
+    nanos = round(min(max(0.0, seconds), MAX_DURATION_S) * 1e9)
     return Duration(seconds=nanos // 1_000_000_000, nanos=nanos % 1_000_000_000)
 
 
 def seconds(value: Duration) -> float:
-    """A Duration in seconds."""
-    return value.seconds + value.nanos / 1e9
+    """A Duration in seconds, kept within what protobuf allows: a peer may send any number."""
+    return min(max(value.seconds + value.nanos / 1e9, -MAX_DURATION_S), MAX_DURATION_S)
 
 
 def sampling_to_proto(s: Sampling) -> sampling_pb2.SamplingParams:

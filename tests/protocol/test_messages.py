@@ -7,11 +7,13 @@ from dataclasses import fields
 from typing import Any
 
 import pytest
+from google.protobuf.duration_pb2 import Duration
 from hypothesis import given
 from hypothesis import strategies as st
 
 from pd_grpc.protocol.layout import CANONICAL, GroupKind, KvGroup, KvLayout, Plane, PlaneKind
 from pd_grpc.protocol.messages import (
+    MAX_DURATION_S,
     duration,
     layout_from_proto,
     layout_to_proto,
@@ -201,3 +203,12 @@ def test_a_prompt_of_token_ids_is_read_as_they_came() -> None:
     request = inference_pb2.GenerateRequest()
     request.token_ids.ids.extend([3, 1, 2])
     assert prompt_of(request) == [3, 1, 2]
+
+
+def test_a_duration_beyond_what_protobuf_allows_is_cut_to_that() -> None:
+    longest = Duration(seconds=2**63 - 1, nanos=999_999_999)
+    assert seconds(longest) == MAX_DURATION_S
+    again = duration(seconds(longest))
+    assert again.seconds == MAX_DURATION_S
+    assert again.ToJsonString() == f"{MAX_DURATION_S}s"
+    assert duration(float("inf")) == again
