@@ -11,6 +11,7 @@ from google.protobuf.message import DecodeError
 from google.rpc import status_pb2
 
 from pd_grpc.protocol.config import ServerConfig, Sizes, Timeouts
+from pd_grpc.protocol.endpoints import PortInUse, address, check_can_listen
 from pd_grpc.protocol.faults import Code, Fault, TransportFault, read_status
 
 _NO_DEADLINE_S = 1e9
@@ -61,17 +62,10 @@ def sync_channel(endpoint: str, timeouts: Timeouts, sizes: Sizes) -> grpc.Channe
     return grpc.insecure_channel(endpoint, options=channel_options(timeouts, sizes))
 
 
-class PortInUse(Exception):
-    """A server's port is taken; the message names the address."""
-
-
-def address(host: str, port: int) -> str:
-    """host:port, with the brackets an IPv6 address needs."""
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-
-
 def bind(server: grpc.aio.Server, host: str, port: int) -> int:
-    """Bind and return the port. PortInUse when someone listens there already."""
+    """Bind and return the port. PortInUse when that cannot be; grpc, whose words are for those who
+    debug it, is asked only for what a plain socket can bind."""
+    check_can_listen(host, port)
     wanted = address(host, port)
     try:
         bound = server.add_insecure_port(wanted)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -74,11 +75,34 @@ def test_an_address_is_written_as_grpc_reads_it(host: str, shown: str) -> None:
     assert rpc.address(host, 8) == shown
 
 
-async def test_an_address_that_cannot_be_bound_is_an_error_that_names_it() -> None:
+@pytest.mark.parametrize(
+    ("host", "says"),
+    [
+        ("203.0.113.1", r"203\.0\.113\.1:0: Cannot assign requested address"),
+        ("no-such-host.invalid", r"no-such-host\.invalid:0: .*[Nn]ame"),
+    ],
+)
+async def test_an_address_that_cannot_be_bound_is_said_in_the_systems_words(
+    host: str, says: str, capfd: pytest.CaptureFixture[str]
+) -> None:
     server = grpc.aio.server(options=rpc.server_options(ServerConfig()))
-    with pytest.raises(rpc.PortInUse, match=r"203\.0\.113\.1:0"):
-        rpc.bind(server, "203.0.113.1", 0)
+    with pytest.raises(rpc.PortInUse, match=f"^cannot listen on {says}"):
+        rpc.bind(server, host, 0)
     await server.stop(None)
+    assert capfd.readouterr().err == "", "grpc was asked"
+
+
+async def test_a_port_in_use_is_said_in_the_systems_words(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    server = grpc.aio.server(options=rpc.server_options(ServerConfig()))
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(rpc.PortInUse) as raised:
+            rpc.bind(server, "127.0.0.1", port)
+    assert str(raised.value) == f"cannot listen on 127.0.0.1:{port}: Address already in use"
+    await server.stop(None)
+    assert capfd.readouterr().err == "", "grpc was asked"
 
 
 def test_a_frozen_peer_is_found_within_two_heartbeats() -> None:

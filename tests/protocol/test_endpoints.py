@@ -1,0 +1,43 @@
+"""What is taken for host:port."""
+
+from __future__ import annotations
+
+import pytest
+
+from pd_grpc.protocol.endpoints import check_endpoint
+
+
+@pytest.mark.parametrize(
+    "endpoint", ["127.0.0.1:1", "localhost:50050", "[::1]:65535", "[fe80::1%eth0]:1", "a_b-c.d:80"]
+)
+def test_a_host_with_a_port_is_an_endpoint(endpoint: str) -> None:
+    assert check_endpoint(endpoint) == endpoint
+
+
+@pytest.mark.parametrize(
+    "endpoint",
+    [
+        "",
+        "foo",
+        ":1",
+        "h:",
+        "h:p",
+        "h:-1",
+        "h:1:2",
+        "::1:50",
+        "h :1",
+        "http://h:1",
+        "h:1/x",
+        "h:1\n",
+    ],
+)
+def test_anything_else_is_none_and_is_shown(endpoint: str) -> None:
+    with pytest.raises(ValueError, match=r"must be host:port") as raised:
+        check_endpoint(endpoint)
+    assert repr(endpoint) in str(raised.value)
+
+
+@pytest.mark.parametrize("port", ["0", "65536", "99999999"])
+def test_a_port_has_its_bounds(port: str) -> None:
+    with pytest.raises(ValueError, match=r"a port from 1 to 65535, not 'h:"):
+        check_endpoint(f"h:{port}")
