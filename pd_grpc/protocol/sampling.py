@@ -51,7 +51,12 @@ def sampling_errors(s: Sampling, prefix: str = "sampling") -> list[FieldError]:
     """Every field of `s` that is out of its bounds; empty when all is well."""
     checks = [
         ("max_tokens", s.max_tokens >= 1, "must be at least 1"),
-        ("min_tokens", 0 <= s.min_tokens <= s.max_tokens, "must be between 0 and max_tokens"),
+        (
+            "min_tokens",
+            # Measured against a max_tokens that is one.
+            0 <= s.min_tokens and (s.max_tokens < 1 or s.min_tokens <= s.max_tokens),
+            "must be between 0 and max_tokens",
+        ),
         (
             "temperature",
             math.isfinite(s.temperature) and 0 <= s.temperature <= 100,

@@ -76,10 +76,13 @@ def test_what_lies_within_the_bounds_passes(changes: dict[str, Any]) -> None:
 )
 def test_what_lies_outside_is_refused_by_name(field: str, value: Any) -> None:
     expected = [f"sampling.{field}"]
-    if field == "max_tokens":
-        assert wrong_fields(max_tokens=value)[:1] == expected
-    else:
-        assert wrong_fields(**{field: value}) == expected
+    assert wrong_fields(**{field: value}) == expected
+
+
+def test_min_tokens_is_measured_only_against_a_max_tokens_that_is_one() -> None:
+    assert wrong_fields(max_tokens=-1, min_tokens=3) == ["sampling.max_tokens"]
+    both = ["sampling.max_tokens", "sampling.min_tokens"]
+    assert wrong_fields(max_tokens=-1, min_tokens=-1) == both
 
 
 def test_every_wrong_field_is_named_with_its_limit() -> None:
