@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 from pd_grpc.decode.states import DecodeState
 from pd_grpc.engine.base import DecodeSlot, PrefillChunk
@@ -11,6 +11,9 @@ from pd_grpc.engine.stopping import Finish
 from pd_grpc.protocol.faults import Fault
 from pd_grpc.protocol.refs import TransferKey
 from pd_grpc.v1 import decode_pb2, types_pb2
+
+if TYPE_CHECKING:
+    from pd_grpc.decode.transfer import Ended
 
 UnaryAnswer: TypeAlias = (
     decode_pb2.AllocateResponse | decode_pb2.SendFirstTokenResponse | decode_pb2.ReleaseResponse
@@ -114,12 +117,14 @@ class RunStep:
 
 @dataclass(frozen=True)
 class Changed:
-    """A transfer moved from one state to another; `before` is None when it is new."""
+    """A transfer moved from one state to another; `before` is None when it is new, `ended` is there
+    at its end."""
 
     key: TransferKey
     before: DecodeState | None
     after: DecodeState
     fault: Fault | None
+    ended: Ended | None = None
 
 
 @dataclass(frozen=True)

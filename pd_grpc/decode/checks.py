@@ -96,17 +96,24 @@ def check_allocate(
         wrong.append(FieldError("prompt_digest", f"must have {DIGEST_BYTES} bytes"))
     if wrong:
         raise bad_request(wrong)
-    check_size(request.prompt_tokens, request.max_new_tokens, limits, "prompt_tokens")
+    prompt, new = request.prompt_tokens, request.max_new_tokens
+    check_length(prompt, new, limits, "prompt_tokens")
+    if request.kv_needed:
+        check_blocks(prompt + new, limits)
 
 
-def check_size(prompt: int, new: int, limits: Limits, field: str) -> None:
-    """Fault when a prompt is longer than the model, or could never fit with its output."""
+def check_length(prompt: int, new: int, limits: Limits, field: str) -> None:
+    """Fault when a prompt, or a prompt with its output, is longer than the model takes."""
     if prompt >= limits.max_model_len:
         text = f"has {prompt} tokens; the model takes at most {limits.max_model_len - 1}"
         raise bad_request([FieldError(field, text)])
     if prompt + new > limits.max_model_len:
         raise _too_large(prompt + new, limits.max_model_len, "tokens")
-    needed = limits.blocks_for(prompt + new)
+
+
+def check_blocks(tokens: int, limits: Limits) -> None:
+    """Fault when an empty pool could not hold so many tokens."""
+    needed = limits.blocks_for(tokens)
     if needed > limits.total_blocks:
         raise _too_large(needed, limits.total_blocks, "blocks")
 
@@ -133,7 +140,11 @@ def check_generate(request: inference_pb2.GenerateRequest, limits: Limits) -> Sa
     if wrong:
         raise bad_request(wrong)
     done = len(request.generated_token_ids)
-    check_size(len(request.token_ids.ids) + done, sampling.max_tokens - done, limits, "token_ids")
+    prompt, new = len(request.token_ids.ids) + done, sampling.max_tokens - done
+    check_length(prompt, new, limits, "token_ids")
+    # One token is P's own, and needs no KV here.
+    if new > 1 or not request.HasField("handoff"):
+        check_blocks(prompt + new, limits)
     return sampling
 
 

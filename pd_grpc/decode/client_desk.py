@@ -15,12 +15,12 @@ from pd_grpc.decode.checks import (
 from pd_grpc.decode.events import GenerateCalled, GenerateCallEnded
 from pd_grpc.decode.handoff import HandOff
 from pd_grpc.decode.ledger import Ledger
-from pd_grpc.decode.reservations import RETRY_AFTER_S, QueueFull
+from pd_grpc.decode.reservations import queue_full
 from pd_grpc.decode.states import DecodeState
 from pd_grpc.decode.transfer import ClientLeg, Ended, Transfer, usage_of
 from pd_grpc.engine.base import Tokenizer
 from pd_grpc.engine.stopping import StopRule
-from pd_grpc.protocol.faults import Fault, Quota, Reason
+from pd_grpc.protocol.faults import Fault, Reason
 from pd_grpc.protocol.refs import TransferKey, key_of
 from pd_grpc.protocol.sampling import Sampling
 from pd_grpc.v1 import inference_pb2
@@ -87,6 +87,7 @@ class ClientDesk:
             closed = ledger.closed()
             if closed is not None:
                 raise closed
+            self._check_room(client)
             transfer = ledger.create(key, DecodeState.EXPECTED, event.budget_s)
         transfer.client = client
         transfer.request_id = event.request.request_id or transfer.request_id
@@ -97,6 +98,14 @@ class ClientDesk:
             ledger.end(transfer, DecodeState.FAILED, differ)
             return
         self._handoff.attached(transfer)
+
+    def _check_room(self, client: ClientLeg) -> None:
+        """Legs cost no blocks, but their prompts are kept: as many as Allocates may wait for P."""
+        ledger = self._ledger
+        limit = ledger.config.allocate_queue
+        if ledger.counts[DecodeState.EXPECTED] >= limit:
+            needed = self._limits.blocks_for(len(client.prompt) + len(client.generated) + 1)
+            raise queue_full(f"{limit} clients wait for their prefill", needed, ledger.pool.free)
 
     def _too_late(self, call: int, key: TransferKey, ended: Ended, client: ClientLeg) -> None:
         """The transfer ended before its client came: it hears how, or gets the kept answer."""
@@ -132,14 +141,7 @@ class ClientDesk:
             holding = ledger.reservations.request(
                 transfer.grant_id, needed, ledger.scheduler.holds_back
             )
-        except QueueFull:
-            text = f"{ledger.config.allocate_queue} requests wait for blocks already"
-            fault = Fault(
-                Reason.QUEUE_FULL,
-                text,
-                retry_after_s=RETRY_AFTER_S,
-                quota=Quota(needed, ledger.pool.free),
-            )
+        except Fault as fault:
             ledger.end(transfer, DecodeState.FAILED, fault)
             return
         if holding is None:

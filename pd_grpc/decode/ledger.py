@@ -6,6 +6,7 @@ step; ends absorb, and what comes after them is counted and changes nothing.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 
 from pd_grpc.blocks.leases import Leases
@@ -44,7 +45,8 @@ ENGINE = "engine"
 
 
 class Ledger:
-    """The state that D's rules share. `now` is the time of the event being handled."""
+    """The state that D's rules share. `now` is the time of the event being handled; `counts` are
+    the transfers in each state, and of the ends all there ever were."""
 
     def __init__(
         self,
@@ -69,7 +71,7 @@ class Ledger:
         self.scheduler = Scheduler(pool, config, self._preempted)
         self.in_step: frozenset[str] = frozenset()
         self.late_events = 0
-        self.ended: dict[DecodeState, int] = {}
+        self.counts: Counter[DecodeState] = Counter()
         self.draining = False
         self.stuck: Fault | None = None
         self._decode_epoch = decode_epoch
@@ -135,17 +137,26 @@ class Ledger:
         self._by_key[key] = transfer.grant_id
         self._attempts[key.transfer_id] = key.attempt
         self.timers.set((transfer.grant_id, "budget"), transfer.budget_until)
+        self.counts[state] += 1
         self.act(Changed(key, None, state, None))
         return transfer
 
-    def move(self, transfer: Transfer, state: DecodeState, fault: Fault | None = None) -> None:
+    def move(
+        self,
+        transfer: Transfer,
+        state: DecodeState,
+        fault: Fault | None = None,
+        ended: Ended | None = None,
+    ) -> None:
         """Move along the transition table; anything else is a defect of ours."""
         before = transfer.state
         if state not in TRANSITIONS[before]:
             raise AssertionError(f"{transfer.key}: no way from {before.name} to {state.name}")
         transfer.state = state
         transfer.since = self.now
-        self.act(Changed(transfer.key, before, state, fault))
+        self.counts[before] -= 1
+        self.counts[state] += 1
+        self.act(Changed(transfer.key, before, state, fault, ended))
 
     def narrow_budget(self, transfer: Transfer, budget_s: float) -> None:
         """A request's time only shrinks."""
@@ -183,8 +194,8 @@ class Ledger:
     ) -> None:
         """Bring a transfer to its end: both legs hear of it, its blocks go back, and a tombstone
         stays. `fault` is None only for a complete answer or a plain release."""
-        self.move(transfer, state, fault)
-        self.ended[state] = self.ended.get(state, 0) + 1
+        epitaph = self._epitaph(transfer, state, fault, undelivered)
+        self.move(transfer, state, fault, epitaph)
         asking = transfer.prefill is not None and transfer.prefill.calls
         if tell_prefill and not transfer.handed_off and not asking:
             self._tell_prefill(transfer, fault)
@@ -192,13 +203,15 @@ class Ledger:
         self._end_client(transfer, fault, finish)
         self._give_back(transfer, fault)
         self._forget(transfer)
-        self.tombstones.add(transfer.key, self._epitaph(transfer, fault, undelivered), self.now)
+        self.tombstones.add(transfer.key, epitaph, self.now)
 
-    def drop(self, transfer: Transfer) -> None:
-        """Forget a transfer that has nobody left and never held anything, without a tombstone."""
-        self._give_back(transfer, None)
+    def drop(self, transfer: Transfer, fault: Fault | None) -> None:
+        """End a transfer that has nobody left and never held anything, without a tombstone, so that
+        P may ask for it again."""
+        epitaph = self._epitaph(transfer, DecodeState.RELEASED, fault, None)
+        self.move(transfer, DecodeState.RELEASED, fault, epitaph)
+        self._give_back(transfer, fault)
         self._forget(transfer)
-        self.act(Changed(transfer.key, transfer.state, DecodeState.RELEASED, None))
 
     def emit(self, transfer: Transfer) -> None:
         """Show the client what is held for it."""
@@ -293,12 +306,16 @@ class Ledger:
             del self._attempts[transfer.key.transfer_id]
 
     def _epitaph(
-        self, transfer: Transfer, fault: Fault | None, undelivered: Undelivered | None
+        self,
+        transfer: Transfer,
+        state: DecodeState,
+        fault: Fault | None,
+        undelivered: Undelivered | None,
     ) -> Ended:
         client, leg = transfer.client, transfer.prefill
         prompt = 0 if leg is None else leg.request.prompt_tokens
         return Ended(
-            transfer.state,
+            state,
             fault,
             transfer.request_id,
             transfer.created,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from pd_grpc.decode.actions import Answer, Refuse
 from pd_grpc.decode.checks import Limits, check_allocate, check_ref, draining, legs_differ
 from pd_grpc.decode.events import (
@@ -12,13 +14,12 @@ from pd_grpc.decode.events import (
 )
 from pd_grpc.decode.handoff import HandOff
 from pd_grpc.decode.ledger import Ledger
-from pd_grpc.decode.reservations import RETRY_AFTER_S, QueueFull
+from pd_grpc.decode.reservations import no_blocks
 from pd_grpc.decode.sessions import Session
 from pd_grpc.decode.states import DecodeState
 from pd_grpc.decode.transfer import PrefillLeg, Transfer
 from pd_grpc.protocol.faults import (
     Fault,
-    Quota,
     Reason,
     TransportFault,
     bad_request,
@@ -64,29 +65,43 @@ class PrefillDesk:
         ledger.calls.pop(event.call, None)
         if transfer is None or transfer.prefill is None:
             return
-        transfer.prefill.calls.remove(event.call)
+        del transfer.prefill.calls[event.call]
         if not transfer.prefill.calls and transfer.state is DecodeState.WAITING:
-            self._leave_queue(transfer)
+            self._leave_queue(transfer, None)
 
     def waited_long_enough(self, transfer: Transfer) -> None:
-        """max_wait is over: refuse, and tell when to try again."""
-        assert transfer.prefill is not None
-        needed = self._limits.blocks_for(transfer.prefill.request.prompt_tokens + 1)
-        self._refuse_waiting(transfer, no_blocks(needed, self._ledger.pool.free))
+        """max_wait of one or more calls is over: refuse them, and tell when to try again."""
+        leg = transfer.prefill
+        assert leg is not None
+        over = [call for call, until in leg.calls.items() if until <= self._ledger.now]
+        self._refuse_waiting(transfer, over, self._no_blocks(leg))
 
     def drain(self) -> None:
         """Those that wait for blocks do better elsewhere."""
         for transfer in list(self._ledger.transfers.values()):
             if transfer.prefill is not None and transfer.state is DecodeState.WAITING:
-                self._refuse_waiting(transfer, draining())
+                self._refuse_waiting(transfer, list(transfer.prefill.calls), draining())
 
-    def _refuse_waiting(self, transfer: Transfer, fault: Fault) -> None:
-        assert transfer.prefill is not None
-        for call in transfer.prefill.calls:
+    def _refuse_waiting(self, transfer: Transfer, calls: Iterable[int], fault: Fault) -> None:
+        leg = transfer.prefill
+        assert leg is not None
+        for call in calls:
+            del leg.calls[call]
             self._ledger.calls.pop(call, None)
             self._ledger.act(Refuse(call, fault))
-        transfer.prefill.calls.clear()
-        self._leave_queue(transfer)
+        if leg.calls:
+            self._await_blocks(transfer, leg)
+        else:
+            self._leave_queue(transfer, fault)
+
+    def _await_blocks(self, transfer: Transfer, leg: PrefillLeg) -> None:
+        """Until the first of its calls has waited long enough."""
+        until = min(leg.calls.values())
+        self._ledger.timers.set((transfer.grant_id, "max_wait"), until)
+
+    def _no_blocks(self, leg: PrefillLeg) -> Fault:
+        needed = self._limits.blocks_for(leg.request.prompt_tokens + 1)
+        return no_blocks(needed, self._ledger.pool.free)
 
     def granted(self, transfer: Transfer) -> None:
         """Answer everyone who waits for this grant."""
@@ -152,11 +167,11 @@ class PrefillDesk:
             leg.response = self._cache_info(transfer)
             ledger.act(Answer(call, leg.response))
             return
-        leg.calls.append(call)
+        if max_wait_s <= 0:
+            raise self._no_blocks(leg)
+        leg.calls[call] = ledger.now + max_wait_s
         ledger.calls[call] = transfer.grant_id
-        until = ledger.now + max_wait_s
-        at = ledger.timers.at((transfer.grant_id, "max_wait"))
-        ledger.timers.set((transfer.grant_id, "max_wait"), max(until, at or until))
+        self._await_blocks(transfer, leg)
 
     def _enter_queue(self, transfer: Transfer, max_wait_s: float) -> bool:
         """True when it waits, False when it was granted at once."""
@@ -170,38 +185,33 @@ class PrefillDesk:
             holding = ledger.reservations.request(
                 transfer.grant_id, needed, ledger.scheduler.holds_back
             )
-        except QueueFull:
-            self._abandon(transfer)
-            text = f"{ledger.config.allocate_queue} requests wait for blocks already"
-            raise Fault(
-                Reason.QUEUE_FULL,
-                text,
-                retry_after_s=RETRY_AFTER_S,
-                quota=Quota(needed, ledger.pool.free),
-            ) from None
+        except Fault as fault:
+            self._abandon(transfer, fault)
+            raise
         if holding is None and max_wait_s <= 0:
+            refusal = self._no_blocks(leg)
             ledger.reservations.leave(transfer.grant_id)
-            self._abandon(transfer)
-            raise no_blocks(needed, ledger.pool.free)
+            self._abandon(transfer, refusal)
+            raise refusal
         if holding is None:
             ledger.move(transfer, DecodeState.WAITING)
             return True
         ledger.grant(transfer, holding)
         return False
 
-    def _leave_queue(self, transfer: Transfer) -> None:
+    def _leave_queue(self, transfer: Transfer, fault: Fault | None) -> None:
         ledger = self._ledger
         ledger.reservations.leave(transfer.grant_id)
         ledger.timers.cancel((transfer.grant_id, "max_wait"))
         if transfer.client is not None:
             ledger.move(transfer, DecodeState.EXPECTED)
-        self._abandon(transfer)
+        self._abandon(transfer, fault)
 
-    def _abandon(self, transfer: Transfer) -> None:
+    def _abandon(self, transfer: Transfer, fault: Fault | None) -> None:
         """Without a grant: the client's leg keeps it, or it is forgotten, so that P may ask
         again."""
         if transfer.client is None:
-            self._ledger.drop(transfer)
+            self._ledger.drop(transfer, fault)
         else:
             transfer.prefill = None
 
@@ -320,12 +330,6 @@ def body_of(request: decode_pb2.AllocateRequest) -> bytes:
     for name in ("session_id", "max_wait", "budget"):
         body.ClearField(name)
     return body.SerializeToString(deterministic=True)
-
-
-def no_blocks(needed: int, free: int) -> Fault:
-    """No blocks within max_wait."""
-    text = f"{needed} blocks needed, {free} free, and others wait or max_wait is over"
-    return Fault(Reason.NO_BLOCKS, text, retry_after_s=RETRY_AFTER_S, quota=Quota(needed, free))
 
 
 def _as_fault(cause: Fault | TransportFault | None) -> Fault | None:

@@ -5,13 +5,10 @@ from __future__ import annotations
 from collections import OrderedDict
 
 from pd_grpc.blocks.pool import BlockPool, BlockState, Holding, NoBlocks
+from pd_grpc.protocol.faults import Fault, Quota, Reason
 
 RETRY_AFTER_S = 0.25
 """What one that is refused is told to wait; a step or a few, after which blocks may be back."""
-
-
-class QueueFull(Exception):
-    """As many wait already as may."""
 
 
 class Reservations:
@@ -31,13 +28,14 @@ class Reservations:
         return len(self._waiting)
 
     def request(self, grant_id: str, blocks: int, held_back: bool) -> Holding | None:
-        """Take `blocks` now, or join the queue and return None. QueueFull when it is full."""
+        """Take `blocks` now, or join the queue and return None. Fault QUEUE_FULL when as many wait
+        already as may."""
         if not self._waiting and not held_back:
             holding = self._try(grant_id, blocks)
             if holding is not None:
                 return holding
         if len(self._waiting) >= self._limit:
-            raise QueueFull
+            raise queue_full(f"{self._limit} requests wait for blocks", blocks, self._pool.free)
         self._waiting[grant_id] = blocks
         return None
 
@@ -61,3 +59,15 @@ class Reservations:
             return self._pool.reserve(blocks, BlockState.RESERVED, grant_id)
         except NoBlocks:
             return None
+
+
+def queue_full(who: str, needed: int, free: int) -> Fault:
+    """As many wait already as may."""
+    quota = Quota(needed, free)
+    return Fault(Reason.QUEUE_FULL, f"{who} already", retry_after_s=RETRY_AFTER_S, quota=quota)
+
+
+def no_blocks(needed: int, free: int) -> Fault:
+    """No blocks within max_wait."""
+    text = f"{needed} blocks needed, {free} free, and others wait or max_wait is over"
+    return Fault(Reason.NO_BLOCKS, text, retry_after_s=RETRY_AFTER_S, quota=Quota(needed, free))

@@ -26,12 +26,12 @@ class Owner:
 
 @dataclass
 class PrefillLeg:
-    """What P said of a transfer: its Allocate, and who waits for the answer."""
+    """What P said of a transfer: its Allocate, and which calls wait for the answer until when."""
 
     owner: Owner
     request: decode_pb2.AllocateRequest
     body: bytes
-    calls: list[int] = field(default_factory=list)
+    calls: dict[int, float] = field(default_factory=dict)
     response: decode_pb2.AllocateResponse | None = None
 
 

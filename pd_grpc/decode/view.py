@@ -68,11 +68,9 @@ class DecodeView:
             if blocks:
                 name = f"BLOCK_STATE_{block_state.name}"
                 info.blocks.add(state=admin_pb2.BlockState.Value(name), blocks=blocks)
-        live: dict[DecodeState, int] = {}
-        for transfer in ledger.transfers.values():
-            live[transfer.state] = live.get(transfer.state, 0) + 1
-        for counts, target in ((live, info.transfers), (ledger.ended, info.ended)):
-            for state, number in counts.items():
+        for state, number in ledger.counts.items():
+            if number:
+                target = info.ended if state.terminal else info.transfers
                 target.add(state=state.wire, transfers=number)
         return info
 
@@ -113,7 +111,10 @@ class DecodeView:
         """Tell those who watch."""
         if not self._changes.watched:
             return
+        ended = change.ended
         info = self.transfer(*change.key)
+        if ended is not None:
+            info = self._describe_ended(change.key, ended)
         if info is not None:
             self._changes.publish(info)
 

@@ -7,6 +7,7 @@ changes the answer or is noticed on the spot.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from itertools import count
 from typing import TYPE_CHECKING, Any
@@ -253,6 +254,8 @@ class Harness:
             if transfer.state in (DecodeState.DECODING, DecodeState.PREEMPTED):
                 assert transfer.client is not None
                 assert transfer.kv_complete or transfer.local
+        live = Counter(t.state for t in ledger.transfers.values())
+        assert {s: n for s, n in ledger.counts.items() if n and not s.terminal} == live
         holdings = {id(h) for h in self.pool.holdings()}
         known = {id(t.holding) for t in ledger.transfers.values() if t.holding is not None}
         quarantined = {id(h) for h, _ in ledger._quarantine.values()}

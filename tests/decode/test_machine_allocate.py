@@ -268,6 +268,70 @@ def test_blocks_that_do_not_come_in_time_are_a_refusal(d: Harness, p: Prefill) -
     p.release(large("t-2"))
 
 
+def test_each_of_the_calls_that_wait_together_waits_as_long_as_it_asked(
+    d: Harness, p: Prefill
+) -> None:
+    holder, waiting = large("t-1"), large("t-2")
+    p.granted(holder)
+    long, short = p.allocate(waiting, max_wait_s=5.0), p.allocate(waiting, max_wait_s=2.0)
+    at_once = p.allocate(waiting, max_wait_s=0.0)
+    assert d.reason(at_once) is Reason.NO_BLOCKS
+    d.advance(2.0)
+    assert d.reason(short) is Reason.NO_BLOCKS
+    assert d.state("t-2") is S.WAITING and long not in d.refused
+    longer = p.allocate(waiting, max_wait_s=50.0)
+    d.advance(3.0)
+    assert d.reason(long) is Reason.NO_BLOCKS
+    p.release(holder)
+    assert longer in d.answers
+    p.release(waiting)
+
+
+def test_who_leaves_early_does_not_shorten_the_wait_of_another(d: Harness, p: Prefill) -> None:
+    holder, waiting = large("t-1"), large("t-2")
+    p.granted(holder)
+    short, long = p.allocate(waiting, max_wait_s=2.0), p.allocate(waiting, max_wait_s=5.0)
+    d.end_allocate(short)
+    d.advance(4.9)
+    assert long not in d.refused
+    d.advance(0.1)
+    assert d.reason(long) is Reason.NO_BLOCKS
+    p.release(holder)
+
+
+def test_an_allocate_that_ends_without_a_grant_is_an_end_that_may_be_asked_again(
+    d: Harness, p: Prefill
+) -> None:
+    holder, waiting = large("t-1"), large("t-2")
+    p.granted(holder)
+    p.allocate(waiting, max_wait_s=2.0)
+    d.advance(2.0)
+    assert d.path("t-2") == [S.EXPECTED, S.WAITING, S.RELEASED]
+    last = d.changes[-1]
+    assert last.fault is not None and last.fault.reason is Reason.NO_BLOCKS
+    assert last.ended is not None and last.ended.state is S.RELEASED
+    assert d.machine.ledger.counts[S.RELEASED] == 1
+    p.release(holder)
+    assert p.granted(waiting)
+    p.release(waiting)
+
+
+def test_the_clients_that_wait_for_their_prefill_are_bounded() -> None:
+    d = Harness(allocate_queue=2)
+    p = Prefill(d)
+    first, second, third = (Request(f"t-{i}") for i in range(3))
+    clients = [d.generate(first), d.generate(second)]
+    fault = d.refused[d.generate(third)]
+    assert fault.reason is Reason.QUEUE_FULL and fault.code is Code.RESOURCE_EXHAUSTED
+    assert fault.retry_after_s == 0.25 and fault.quota == Quota(needed=2, free=16)
+    p.granted(first)
+    clients.append(d.generate(third))
+    assert d.state("t-2") is S.EXPECTED, "the first waits for its KV now"
+    for client in clients:
+        d.leave(client)
+    d.all_returned()
+
+
 def test_no_wait_means_an_answer_at_once(d: Harness, p: Prefill) -> None:
     p.granted(large("t-1"))
     call = p.allocate(large("t-2"), max_wait_s=0.0)
@@ -290,6 +354,19 @@ def test_what_the_pool_could_never_hold_is_refused_with_the_numbers() -> None:
     p = Prefill(d)
     call = p.allocate(Request(prompt=list(range(100, 110)), max_tokens=7))
     assert d.refused[call].metadata == {"needed": "5", "total": "4", "unit": "blocks"}
+    d.all_returned()
+
+
+def test_what_needs_no_blocks_may_be_larger_than_the_pool() -> None:
+    d = Harness(num_blocks=4)
+    p = Prefill(d)
+    request = Request(prompt=list(range(100, 130)), max_tokens=1)
+    client = d.generate(request)
+    grant = p.granted(request, kv_needed=False)
+    p.first_token(request, grant, finish=types_pb2.FINISH_REASON_LENGTH)
+    assert d.shown[client] == request.answer
+    local = d.generate(request, local=True)
+    assert d.reason(local) is Reason.TOO_LARGE
     d.all_returned()
 
 
