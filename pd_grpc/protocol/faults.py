@@ -313,6 +313,24 @@ def read_status(status: status_pb2.Status) -> Fault | TransportFault:
     )
 
 
+def transport_fault(error: TransportFault, who: str, lost: Reason, stage: str) -> Fault:
+    """What a status that is not ours means for the request whose stage `stage` called `who`, an
+    instance in a few words; `lost` is the reason for a connection that is gone."""
+    if error.code in (Code.UNAVAILABLE, Code.CANCELLED):
+        return Fault(lost, f"{who} was lost in stage '{stage}': {error.message}")
+    if error.code is Code.DEADLINE_EXCEEDED:
+        return stage_deadline(stage)
+    if error.code is Code.RESOURCE_EXHAUSTED:
+        # Without our ErrorInfo it is never about blocks.
+        text = f"a message of stage '{stage}' is too large for {who}: {error.message}"
+        return Fault(Reason.TOO_LARGE, text)
+    if error.code is Code.UNIMPLEMENTED:
+        text = f"another service answered stage '{stage}' where {who} was: {error.message}"
+        return Fault(Reason.WRONG_INSTANCE, text)
+    text = f"{who} failed in stage '{stage}': {error}"
+    return Fault(Reason.ENGINE_ERROR, text)
+
+
 def _detail(status: status_pb2.Status, kind: type[M]) -> M | None:
     """The first detail of a kind; one that cannot be parsed is as good as none."""
     for detail in status.details:

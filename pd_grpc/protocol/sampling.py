@@ -54,7 +54,7 @@ def sampling_errors(s: Sampling, prefix: str = "sampling") -> list[FieldError]:
         (
             "min_tokens",
             # Measured against a max_tokens that is one.
-            0 <= s.min_tokens and (s.max_tokens < 1 or s.min_tokens <= s.max_tokens),
+            s.min_tokens >= 0 and (s.max_tokens < 1 or s.min_tokens <= s.max_tokens),
             "must be between 0 and max_tokens",
         ),
         (

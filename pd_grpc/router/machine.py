@@ -24,7 +24,15 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass, field, replace
 
-from pd_grpc.protocol.faults import Code, Fault, Reason, Retry, TransportFault, stage_deadline
+from pd_grpc.protocol.faults import (
+    Code,
+    Fault,
+    Reason,
+    Retry,
+    TransportFault,
+    stage_deadline,
+    transport_fault,
+)
 from pd_grpc.protocol.timers import Timers
 from pd_grpc.router.policies import Pairing, Target
 
@@ -217,7 +225,7 @@ class RoutedRequest:
         if self.ended or self.prefill is not PrefillLeg.OPEN:
             return []
         self.prefill = PrefillLeg.FAILED
-        fault = self._of_prefill(self._read(error, Reason.PREFILL_LOST))
+        fault = self._of_prefill(error)
         if self._answer_complete:
             return self._finish()
         if self.tokens > 1:
@@ -264,7 +272,7 @@ class RoutedRequest:
         if self.ended or leg != self.leg or self._answer_complete:
             return []
         self._decode_open = False
-        fault = self._of_decode(self._read(error, Reason.DECODE_LOST))
+        fault = self._of_decode(error)
         if self._held is not None:
             own_word = isinstance(error, Fault) and not _is_consequence(error)
             return self._fail(fault if own_word else self._held)
@@ -350,26 +358,19 @@ class RoutedRequest:
             self.timers.cancel(name)
         return actions
 
-    def _read(self, error: Fault | TransportFault, lost: Reason) -> Fault:
-        """A status of a leg as a fault of ours."""
-        if isinstance(error, Fault):
-            return error
-        if error.code in (Code.UNAVAILABLE, Code.CANCELLED):
-            return Fault(lost, f"the connection was lost: {error.message}")
-        if error.code is Code.DEADLINE_EXCEEDED:
-            return stage_deadline(self.stage)
-        if error.code is Code.RESOURCE_EXHAUSTED:
-            return Fault(Reason.BAD_REQUEST, f"a message is too large: {error.message}")
-        if error.code is Code.UNIMPLEMENTED:
-            return Fault(Reason.WRONG_INSTANCE, f"another service answers: {error.message}")
-        return Fault(Reason.ENGINE_ERROR, f"{error.code.name}: {error.message}")
-
-    def _of_prefill(self, fault: Fault) -> Fault:
+    def _of_prefill(self, error: Fault | TransportFault) -> Fault:
         name = self.pairing.prefill.name if self.pairing.prefill else ""
-        return _named(fault, Leg.PREFILL, name)
+        return self._of_leg(error, Leg.PREFILL, name, Reason.PREFILL_LOST)
 
-    def _of_decode(self, fault: Fault) -> Fault:
-        return _named(fault, Leg.DECODE, self.decode.name)
+    def _of_decode(self, error: Fault | TransportFault) -> Fault:
+        return self._of_leg(error, Leg.DECODE, self.decode.name, Reason.DECODE_LOST)
+
+    def _of_leg(self, error: Fault | TransportFault, leg: Leg, name: str, lost: Reason) -> Fault:
+        """A status of a leg as a fault of ours that names the leg and the instance."""
+        if isinstance(error, TransportFault):
+            error = transport_fault(error, f"{leg.value} instance {name}", lost, self.stage)
+        metadata = {**error.metadata, "leg": leg.value, "instance": name}
+        return replace(error, metadata=metadata)
 
 
 def _is_consequence(error: Fault | TransportFault) -> bool:
@@ -380,9 +381,3 @@ def _is_consequence(error: Fault | TransportFault) -> bool:
 
 def _out_of_order(message: str) -> Fault:
     return Fault(Reason.WRONG_STATE, message)
-
-
-def _named(fault: Fault, leg: Leg, name: str) -> Fault:
-    """The same fault, saying on which leg and which instance it came."""
-    metadata = {**fault.metadata, "leg": leg.value, "instance": name}
-    return replace(fault, metadata=metadata)

@@ -32,6 +32,7 @@ from pd_grpc.protocol.faults import (
     bad_request,
     read_status,
     stage_deadline,
+    transport_fault,
 )
 from pd_grpc.protocol.sampling import FieldError
 from pd_grpc.v1 import admin_pb2, admin_pb2_grpc
@@ -353,3 +354,27 @@ async def test_a_peer_that_is_not_there_is_lost_in_both_apis() -> None:
         read = rpc.read_error(error)
         assert isinstance(read, TransportFault)
         assert read.peer_lost
+
+
+# --- statuses that are not ours -------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("code", "reason"),
+    [
+        (Code.UNAVAILABLE, Reason.DECODE_LOST),
+        (Code.CANCELLED, Reason.DECODE_LOST),
+        (Code.DEADLINE_EXCEEDED, Reason.STAGE_DEADLINE),
+        (Code.RESOURCE_EXHAUSTED, Reason.TOO_LARGE),
+        (Code.UNIMPLEMENTED, Reason.WRONG_INSTANCE),
+        (Code.UNKNOWN, Reason.ENGINE_ERROR),
+        (Code.INTERNAL, Reason.ENGINE_ERROR),
+    ],
+)
+def test_a_bare_status_means_the_same_to_every_caller(code: Code, reason: Reason) -> None:
+    bare = TransportFault(code, "words of grpc")
+    fault = transport_fault(bare, "decode instance d1", Reason.DECODE_LOST, "allocate")
+    assert fault.reason is reason
+    assert "allocate" in fault.message
+    if reason is not Reason.STAGE_DEADLINE:
+        assert "decode instance d1" in fault.message and "words of grpc" in fault.message

@@ -370,7 +370,7 @@ def test_an_operator_ends_it_on_both_legs() -> None:
 @pytest.mark.parametrize(
     ("error", "reason"),
     [
-        (TransportFault(Code.RESOURCE_EXHAUSTED, "too large"), Reason.BAD_REQUEST),
+        (TransportFault(Code.RESOURCE_EXHAUSTED, "too large"), Reason.TOO_LARGE),
         (TransportFault(Code.UNIMPLEMENTED, "no method"), Reason.WRONG_INSTANCE),
         (TransportFault(Code.UNKNOWN, "KeyError"), Reason.ENGINE_ERROR),
     ],
