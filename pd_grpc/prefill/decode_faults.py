@@ -3,31 +3,42 @@
 from __future__ import annotations
 
 from pd_grpc.protocol.faults import (
-    Code,
     Fault,
     Reason,
     Retry,
     TransportFault,
     read_status,
-    stage_deadline,
+    transport_fault,
 )
 from pd_grpc.v1 import decode_pb2, types_pb2
+
+_NOT_OURS = frozenset(
+    {
+        Reason.DUPLICATE_TRANSFER,
+        Reason.DUPLICATE_REQUEST,
+        Reason.NOT_OWNER,
+        Reason.STALE_ATTEMPT,
+        Reason.SUPERSEDED,
+        Reason.RELEASED,
+        Reason.STALE_EPOCH,
+        Reason.WRONG_INSTANCE,
+        Reason.CREDENTIALS,
+        Reason.ROLE,
+    }
+)
+"""Refusals of a D that knows the transfer as another's or as ended, or is not the D we mean."""
+
+
+def is_ours_to_end(fault: Fault) -> bool:
+    """Whether the D that refused us may have a client that waits for this transfer in vain."""
+    return fault.reason not in _NOT_OURS
 
 
 def as_fault(fault: Fault | TransportFault, endpoint: str, stage: str) -> Fault:
     """D's own fault as it is; the transport's in the words of the status table."""
     if isinstance(fault, Fault):
         return fault
-    if fault.code is Code.DEADLINE_EXCEEDED:
-        return stage_deadline(stage)
-    if fault.code is Code.RESOURCE_EXHAUSTED:
-        # Without our ErrorInfo it is never about blocks.
-        text = f"a message of stage '{stage}' is too large for {endpoint}: {fault.message}"
-        return Fault(Reason.TOO_LARGE, text)
-    if fault.code is Code.UNIMPLEMENTED:
-        return Fault(Reason.WRONG_INSTANCE, f"{endpoint} is no decode instance: {fault.message}")
-    text = f"decode instance at {endpoint} was lost in stage '{stage}': {fault}"
-    return Fault(Reason.DECODE_LOST, text)
+    return transport_fault(fault, f"decode instance at {endpoint}", Reason.DECODE_LOST, stage)
 
 
 def another_may_do(fault: Fault | TransportFault) -> bool:

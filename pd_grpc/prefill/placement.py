@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from pd_grpc.prefill.actions import CancelAllocate, SendAllocate
 from pd_grpc.prefill.conversations import Conversations, Fail
-from pd_grpc.prefill.decode_faults import another_may_do, as_fault
+from pd_grpc.prefill.decode_faults import another_may_do, as_fault, is_ours_to_end
 from pd_grpc.prefill.events import AllocateAnswered, AnyFault
 from pd_grpc.prefill.grants import grant_problem, read_grant
 from pd_grpc.prefill.prepare import PreparePool
@@ -166,10 +166,13 @@ class Placement:
             moved = Fault(Reason.RELEASED, f"prefill went on without the answer: {own.message}")
             self._release(record, moved if more and another_may_do(fault) else own, now)
         if not (more and another_may_do(fault)):
+            if not unanswered and is_ours_to_end(own):
+                self._release(record, own, now)
             self._fail(record, own, now, False)
             return
         self._withdraw(record, now)
         record.choice += 1
+        record.asked_epoch = 0
         placing = prefill_pb2.Placing(decode=record.target)
         self._requests.emit(record, prefill_pb2.PrefillResponse(placing=placing))
         if record.state is PrefillState.ALLOCATING:
@@ -205,8 +208,11 @@ class Placement:
         self._requests.do(CancelAllocate(record.key, record.ask, record.target.endpoint))
 
     def _release(self, record: PrefillRecord, cause: Fault, now: float) -> None:
+        """Tell the D that a request turned to of its end, if there was a session with it."""
         session = self.conversations[record.target.endpoint]
-        epoch = record.asked_epoch if record.grant is None else record.grant.decode.epoch
+        if not session.session_id:
+            return
+        epoch = record.asked_epoch or session.instance.epoch
         self.releases.give_back(record.key, session.endpoint, session.session_id, epoch, cause, now)
 
     def _release_late(self, asked: SendAllocate, now: float) -> None:

@@ -191,6 +191,21 @@ async def test_a_full_d_holds_up_none_but_its_own(cluster: Cluster) -> None:
         holding.release()
 
 
+async def test_a_client_that_made_both_calls_hears_of_ds_refusal_on_both(
+    cluster: Cluster,
+) -> None:
+    p, full = await cluster.prefill(), await cluster.decode(allocate_queue=1)
+    occupied = full.pool.reserve(full.pool.free, owner="the test")
+    waiting = asyncio.create_task(cluster.run_prefill(p, request_to(full)))
+    await until(lambda: len(full.view.transfers()) == 1)
+    legs = cluster.run(p, full, request_to(full, random_seed=2))
+    prefill, generate = await asyncio.wait_for(legs, 3)
+    assert reason(prefill) is reason(generate) is Reason.QUEUE_FULL
+    waiting.cancel()
+    await asyncio.wait([waiting])
+    occupied.release()
+
+
 async def test_a_d_that_stops_ends_the_transfers_it_had(cluster: Cluster) -> None:
     p, d = await cluster.prefill(sim_time_scale=1.0), await cluster.decode()
     prefill = asyncio.create_task(cluster.run_prefill(p, request_to(d, tokens=600)))

@@ -71,11 +71,51 @@ def test_an_allocate_that_d_did_not_answer_is_given_back(
     assert world.releases() == [(D1, reason)]
 
 
-def test_an_answer_of_ds_needs_no_release(world: World) -> None:
+def test_the_client_leg_of_the_d_that_refused_last_is_told(world: World) -> None:
+    """It waits for this transfer, and none but P knows that it will not come."""
+    call = world.call(decodes=(D1, D2))
+    world.connect(D1)
+    world.refuse(Fault(Reason.NO_BLOCKS, "full", quota=Quota(3, 1)))
+    assert world.releases() == []
+    world.connect(D2)
+    world.refuse(Fault(Reason.QUEUE_FULL, "full"))
+    assert world.fault(call).reason is Reason.QUEUE_FULL
+    assert world.releases() == [(D2, Reason.QUEUE_FULL)]
+
+
+def test_a_d_that_drains_is_told_too(world: World) -> None:
+    world.call("t-1")
+    world.connect()
+    world.say(drain=decode_pb2.Drain())
+    call = world.call("t-2")
+    assert world.fault(call).reason is Reason.DRAINING
+    assert world.releases() == [(D1, Reason.DRAINING)]
+
+
+@pytest.mark.parametrize(
+    "reason",
+    [
+        Reason.DUPLICATE_TRANSFER,
+        Reason.NOT_OWNER,
+        Reason.STALE_ATTEMPT,
+        Reason.SUPERSEDED,
+        Reason.RELEASED,
+        Reason.STALE_EPOCH,
+        Reason.WRONG_INSTANCE,
+    ],
+)
+def test_a_transfer_that_is_anothers_or_over_is_left_alone(world: World, reason: Reason) -> None:
     call = world.call()
     world.connect()
-    world.refuse(Fault(Reason.NO_BLOCKS, "full", quota=Quota(3, 1)))
-    assert world.fault(call).reason is Reason.NO_BLOCKS
+    world.refuse(Fault(reason, "not yours"))
+    assert world.fault(call).reason is reason
+    assert world.releases() == []
+
+
+def test_a_d_that_was_never_reached_is_told_nothing(world: World) -> None:
+    call = world.call()
+    world.break_session()
+    assert world.fault(call).reason is Reason.DECODE_LOST
     assert world.releases() == []
 
 
