@@ -127,7 +127,7 @@ class DecodeRuntime:
         self.feed(ev.GenerateCalled(call, request, budget_s))
         transfer = ledger.of_call(call)
         if transfer is not None:
-            self.spans.client(transfer.key, context)
+            self.spans.client(transfer.key, context, local=True)
         return call, outbox
 
     def close_generate(self, call: int) -> None:

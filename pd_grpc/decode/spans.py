@@ -26,12 +26,14 @@ _NEXT_SPAN = {
 class _Request:
     prefill: Context | None = None
     client: Context | None = None
+    local: bool = False
     span: Span | None = None
     decode: SpanContext | None = None
 
 
 class DecodeSpans:
-    """`pd.reserve`, `pd.receive`, `pd.decode` of each transfer, and `pd.step` of each batch."""
+    """`pd.reserve`, `pd.receive`, `pd.decode` of each transfer, `pd.compute` instead of the first
+    two where D prefills it itself, and `pd.step` of each batch."""
 
     def __init__(self, tracing: Tracing) -> None:
         self._tracing = tracing
@@ -49,9 +51,10 @@ class DecodeSpans:
             request.prefill = context
             request.span = self._start(names.SPAN_RESERVE, key, context, at)
 
-    def client(self, key: TransferKey, context: Context) -> None:
-        """A client's leg came; a second one for the same transfer will be refused."""
-        request = self._requests.setdefault(key, _Request())
+    def client(self, key: TransferKey, context: Context, local: bool = False) -> None:
+        """A client's leg came; a second one for the same transfer will be refused. `local` when no
+        P has to do with it."""
+        request = self._requests.setdefault(key, _Request(local=local))
         if request.client is None:
             request.client = context
 
@@ -75,9 +78,9 @@ class DecodeSpans:
             return
         self._end(request, at, change.fault)
         name = _NEXT_SPAN.get(change.after)
-        if name is not None:
+        if name is not None and not (request.local and name == names.SPAN_RECEIVE):
             decoding = change.after is DecodeState.DECODING
-            parent = request.client if decoding else request.prefill or request.client
+            parent = request.client if decoding else request.prefill
             request.span = self._start(name, change.key, parent, at)
             if decoding:
                 request.decode = request.span.get_span_context()
@@ -93,6 +96,8 @@ class DecodeSpans:
 
     def step_began(self, plan: StepPlan, keys: Sequence[TransferKey], at: float) -> None:
         """A batch entered the engine, linked to the requests it serves."""
+        for key in keys:
+            self._computes(key, at)
         known = [self._requests[key] for key in keys if key in self._requests]
         links = [r.decode for r in known if r.decode is not None and r.decode.is_valid]
         attributes: Mapping[str, AttributeValue] = {
@@ -106,6 +111,12 @@ class DecodeSpans:
         if self._step is not None:
             self._tracing.end(self._step, at=at, error=_error(fault))
             self._step = None
+
+    def _computes(self, key: TransferKey, at: float) -> None:
+        """It is in a batch: its own prefill begins with the first."""
+        request = self._requests.get(key)
+        if request is not None and request.local and request.span is None:
+            request.span = self._start(names.SPAN_COMPUTE, key, request.client, at)
 
     def _start(self, name: str, key: TransferKey, parent: Context | None, at: float) -> Span:
         attributes: Mapping[str, AttributeValue] = {

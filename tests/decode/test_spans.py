@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
@@ -53,6 +54,29 @@ async def test_a_hand_over_is_drawn_under_both_callers() -> None:
             assert attributes is not None
             assert attributes[names.ATTR_TRANSFER_ID] == request.transfer_id
             assert attributes[names.ATTR_OUTCOME] == "ok"
+        assert len(d.server.runtime.spans) == 0
+
+
+async def test_a_request_of_our_own_is_computed_and_decoded_however_long_it_waited() -> None:
+    exporter = InMemorySpanExporter()
+    provider = TracerProvider()
+    provider.add_span_processor(SimpleSpanProcessor(exporter))
+    async with wire(provider=provider) as d:
+        p = await d.prefill()
+        holder = d.request(prompt=list(range(100, 180)))
+        await p.allocate(holder)
+        waiting, own = d.request(prompt=list(range(300, 340)), max_tokens=4), d.request()
+        calls = [
+            d.inference.Generate(r.generate(True), timeout=CALL_S, metadata=parent(CLIENT_TRACE))
+            for r in (waiting, own)
+        ]
+        answers = [asyncio.create_task(tokens_of(call)) for call in calls]
+        await until(lambda: len(d.server.machine.ledger.reservations) == 2)
+        await p.release(holder)
+        assert await asyncio.gather(*answers) == [d.answer(waiting), d.answer(own)]
+        of_client = [s for s in exporter.get_finished_spans() if trace_of(s) == CLIENT_TRACE]
+        drawn = sorted(span.name for span in of_client)
+        assert drawn == [names.SPAN_COMPUTE] * 2 + [names.SPAN_DECODE] * 2
         assert len(d.server.runtime.spans) == 0
 
 
