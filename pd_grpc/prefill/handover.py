@@ -14,14 +14,14 @@ from pd_grpc.prefill.decode_faults import as_fault, end_state_fault
 from pd_grpc.prefill.events import AnyFault, FirstTokenAnswered, KvAcked, TransferBroken
 from pd_grpc.prefill.grants import send_plan
 from pd_grpc.prefill.requests import Requests, Timer
+from pd_grpc.prefill.sessions import backoff_s
 from pd_grpc.prefill.states import PrefillRecord, PrefillState, Stream
 from pd_grpc.prefill.validation import ModelLimits
 from pd_grpc.protocol.config import PrefillConfig
 from pd_grpc.protocol.faults import Fault, Reason, stage_deadline
+from pd_grpc.protocol.messages import seconds
 from pd_grpc.protocol.refs import TransferKey
 from pd_grpc.v1 import decode_pb2, transfer_pb2, types_pb2
-
-FIRST_TOKEN_TRIES = 2
 
 _GONE = frozenset(
     {
@@ -198,11 +198,33 @@ class Handover:
             return
         assert event.fault is not None
         fault = as_fault(event.fault, record.target.endpoint, "first_token")
-        again = fault.reason in (Reason.DECODE_LOST, Reason.NO_SESSION)
-        if not again or record.first_token_tries >= FIRST_TOKEN_TRIES:
+        if fault.reason not in (Reason.DECODE_LOST, Reason.NO_SESSION):
             self._fail(record, fault, now, True)
         elif self._reachable(record):
+            self._send_again(record, fault, now)
+
+    def resend_first_token(self, key: TransferKey, now: float) -> None:
+        """The back-off of a first token is over. Without a session it waits for the next one."""
+        record = self._requests.in_flight.get(key)
+        if record is not None and not record.first_token_in_flight and self._reachable(record):
             self._send_first_token(record, now)
+
+    def _send_again(self, record: PrefillRecord, fault: Fault, now: float) -> None:
+        """D was lost under SendFirstToken, and its session says nothing of that yet."""
+        assert record.grant is not None
+        session = self._conversations[record.grant.endpoint]
+        wait_s = backoff_s(self._config, record.first_token_tries)
+        if session.session_id != record.first_token_session:
+            self._send_first_token(record, now)
+            return
+        if record.first_token_until is None:
+            grace_s = max(seconds(session.welcome.grace), wait_s)
+            record.first_token_until = now + grace_s
+        if now >= record.first_token_until:
+            self._fail(record, fault, now, True)
+        else:
+            at = min(now + wait_s, record.first_token_until)
+            self._requests.timers.set(Timer("first_token", record.key), at)
 
     def _delivered(self, record: PrefillRecord, state: types_pb2.TransferState, now: float) -> None:
         if state in _GONE:
@@ -233,6 +255,10 @@ class Handover:
         )
         record.first_token_tries += 1
         record.first_token_in_flight = True
+        if record.first_token_session != session.session_id:
+            record.first_token_session = session.session_id
+            record.first_token_until = None
+        self._requests.timers.cancel(Timer("first_token", record.key))
         timeout_s = min(self._config.call_s, record.left(now))
         self._requests.do(
             SendFirstToken(

@@ -160,6 +160,8 @@ class PrefillMachine:
                 self._fail(record, stage_deadline(stage_of(record)), now, True)
         elif timer.kind == "kv":
             self.handover.no_progress(timer.key, now)
+        elif timer.kind == "first_token":
+            self.handover.resend_first_token(timer.key, now)
         else:
             self.handover.reopen(timer.key, timer.shard, now)
 

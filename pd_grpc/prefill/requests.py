@@ -93,7 +93,7 @@ class Requests:
         record.times.ended = now
         self.move(record, state, now)
         self.ended_by_state[state] += 1
-        for kind in ("budget", "kv"):
+        for kind in ("budget", "kv", "first_token"):
             self.timers.cancel(Timer(kind, record.key))
         for shard in record.streams:
             self.timers.cancel(Timer("reopen", record.key, shard))
@@ -118,7 +118,7 @@ class Requests:
 
     def next_timer(self, record: PrefillRecord) -> tuple[str, float] | None:
         """The first timer of a request: its name, and when it fires."""
-        timers = [Timer("budget", record.key), Timer("kv", record.key)]
+        timers = [Timer(kind, record.key) for kind in ("budget", "kv", "first_token")]
         timers += [Timer("reopen", record.key, shard) for shard in record.streams]
         found = [(at, timer.kind) for timer in timers if (at := self.timers.at(timer)) is not None]
         return (min(found)[1], min(found)[0]) if found else None

@@ -146,6 +146,10 @@ class PrefillRecord:
     finish: Finish | None = None
     first_token_tries: int = 0
     first_token_in_flight: bool = False
+    first_token_session: str = ""
+    """The session id that the last SendFirstToken carried."""
+    first_token_until: float | None = None
+    """When D is given up, once a SendFirstToken was lost in this session."""
     first_token_delivered: bool = False
     fault: Fault | None = None
 

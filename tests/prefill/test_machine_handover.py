@@ -31,19 +31,28 @@ def test_a_first_token_for_a_transfer_that_d_has_ended_hands_nothing_off(
     assert world.fault(call).reason is reason
 
 
-def test_a_first_token_lost_on_the_way_is_sent_once_more(world: World) -> None:
+def test_a_first_token_lost_on_the_way_is_sent_again_after_the_back_off(world: World) -> None:
     call = world.bring_to(PrefillState.SENDING)
     world.answer_first_token(fault=GONE)
+    assert [sent.attempt for sent in world.taken(act.SendFirstToken)] == [1]
+    world.advance(0.06)
     assert [sent.attempt for sent in world.taken(act.SendFirstToken)] == [1, 2]
     world.answer_first_token()
     world.complete()
     assert world.emitted(call)[-1] == "OK"
 
 
-def test_a_first_token_lost_twice_is_a_lost_d(world: World) -> None:
+def test_a_first_token_is_sent_again_until_grace_is_over(world: World) -> None:
     call = world.bring_to(PrefillState.SENDING)
-    world.answer_first_token(fault=GONE)
-    world.answer_first_token(fault=GONE)
+    began = world.now
+    tries: list[float] = []
+    for _ in range(20):
+        if world.state().terminal:
+            break
+        tries.append(round(world.now - began, 2))
+        world.answer_first_token(fault=GONE)
+        world.advance((world.machine.next_wake() or began) - world.now)
+    assert tries == [0, 0.05, 0.15, 0.35, 0.6, 0.85, 1.0]
     assert world.fault(call).reason is Reason.DECODE_LOST
     assert world.releases() == [(D1, Reason.DECODE_LOST)]
 
@@ -60,6 +69,20 @@ def test_a_first_token_waits_for_the_session_to_come_back(world: World) -> None:
     world.answer_first_token()
     world.complete()
     assert world.emitted(call)[-1] == "OK"
+
+
+def test_a_first_token_whose_back_off_ends_in_a_broken_session_waits_for_the_next(
+    world: World,
+) -> None:
+    world.bring_to(PrefillState.SENDING)
+    world.answer_first_token(fault=GONE)
+    world.break_session()
+    world.advance(0.3)
+    assert len(world.taken(act.SendFirstToken)) == 1
+    world.connect()
+    assert len(world.taken(act.SendFirstToken)) == 2
+    world.advance(0.3)
+    assert len(world.taken(act.SendFirstToken)) == 2
 
 
 def test_a_refused_first_token_fails_the_request_with_ds_reason(world: World) -> None:
