@@ -63,10 +63,20 @@ class DecodeServiceServicer(object):
 
     def Session(self, request_iterator, context):
         """The standing conversation of one P with one D; one per pair, without a deadline. P sends hello
-        first and D answers welcome, or ends the call with FAILED_PRECONDITION and reason
-        LAYOUT_MISMATCH, STALE_EPOCH or WRONG_INSTANCE. Afterwards P heartbeats and D acknowledges, and
-        D pushes load, drain and transfer_ended. When the stream breaks without goodbye the grants of
-        its P live on for `grace`; a new session of the same epoch takes them over.
+        first and D answers welcome. Afterwards P heartbeats and D acknowledges, and D pushes load, drain
+        and transfer_ended. When the stream breaks without goodbye the grants of its P live on for
+        `grace`; a new session of the same epoch takes them over.
+
+        Instead of welcome: INVALID_ARGUMENT with BAD_REQUEST for a malformed hello or another role than
+        ROLE_PREFILL; FAILED_PRECONDITION with LAYOUT_MISMATCH, the field and both values, when layout,
+        transport, shards or hash algorithm do not fit, with STALE_EPOCH when a newer process of P has
+        been seen, with WRONG_INSTANCE; UNIMPLEMENTED with FEATURE when the best layout has a group or
+        plane that is not built and none of the others fits; UNAVAILABLE with DRAINING when D drains and
+        does not know this process yet.
+        After welcome: ABORTED with SUPERSEDED when a newer session of this P began; NOT_FOUND with
+        LEASE_EXPIRED when P sent no heartbeat or read nothing for two heartbeats, or lets too much pile
+        up unread; FAILED_PRECONDITION with WRONG_STATE for a message out of order; INVALID_ARGUMENT with
+        BAD_REQUEST for what is no message; OK after a goodbye of either side.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -76,7 +86,8 @@ class DecodeServiceServicer(object):
         """Asks for blocks for one transfer. Waits, first in and first out among those that fit the rule,
         up to max_wait. A request that would fit is never starved: while the request at the head waits
         for blocks no later one overtakes it. Idempotent: the same body without max_wait and budget gets
-        the same answer, and repeated calls wait together; the queue is left when the last of them ends.
+        the same answer, and repeated calls wait together, each for its own max_wait; the queue is left
+        when the last of them ends.
         RESOURCE_EXHAUSTED with NO_BLOCKS after max_wait or QUEUE_FULL at once; INVALID_ARGUMENT with
         TOO_LARGE when it could never fit; ABORTED with RELEASED when the transfer has ended.
         """

@@ -50,9 +50,19 @@ class TransferServiceServicer(object):
         """Moves the KV of one grant to one shard. P sends open, any number of chunks, and end; D answers
         opened, acks as ranges are verified, and completed. Only end completes a stream: a stream that
         stops without it may be reopened while the grant lives, and opened then lists what D has. A shard
-        with nothing to send still opens and ends. A grant the shard has not heard of yet is waited for.
-        DATA_LOSS with KV_CORRUPT for a wrong checksum; INVALID_ARGUMENT with BAD_REQUEST for a range out
-        of bounds; NOT_FOUND with UNKNOWN_TRANSFER or LEASE_EXPIRED when the grant is no more.
+        with nothing to send still opens and ends. A grant the shard has not heard of yet is waited for,
+        for Welcome.kv_progress; RESOURCE_EXHAUSTED with QUEUE_FULL when too many are.
+
+        Refused at open: FAILED_PRECONDITION with NO_SESSION when session_id is unknown or superseded,
+        STALE_EPOCH when the ref means another process of D; PERMISSION_DENIED with NOT_OWNER for the
+        grant of another prefill or transfer; UNIMPLEMENTED with FEATURE for another transport than
+        INLINE, a sender that is one of several, a descriptor in place of bytes.
+        While it runs: DATA_LOSS with KV_CORRUPT for a wrong checksum; INVALID_ARGUMENT with BAD_REQUEST
+        for a range out of bounds or an end whose sums are wrong; FAILED_PRECONDITION with WRONG_STATE
+        for a message out of order; ABORTED with SUPERSEDED when a newer stream took the grant over.
+        A grant that ends closes its stream with the transfer's own end, such as RELEASED, CLIENT_GONE,
+        LEASE_EXPIRED, PREFILL_LOST or STAGE_DEADLINE; RELEASED also where the answer was complete before
+        the KV was. A grant never heard of, or forgotten since, is NOT_FOUND with UNKNOWN_TRANSFER.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
