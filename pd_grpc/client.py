@@ -25,6 +25,7 @@ from pd_grpc.protocol.clock import SystemClock
 from pd_grpc.protocol.config import Sizes, Timeouts
 from pd_grpc.protocol.faults import Fault, TransportFault
 from pd_grpc.protocol.messages import seconds
+from pd_grpc.protocol.requests import RequestError, build_request, check_timeout, checked_endpoint
 from pd_grpc.telemetry.tracing import Tracing, inject, trace_id
 from pd_grpc.v1 import inference_pb2, inference_pb2_grpc, types_pb2
 
@@ -41,6 +42,7 @@ __all__ = [
     "Fault",
     "Generation",
     "Options",
+    "RequestError",
     "TransportFault",
 ]
 
@@ -227,8 +229,8 @@ class Client:
     """A connection to a router, for blocking code; to be closed. Safe from any thread."""
 
     def __init__(self, endpoint: str) -> None:
-        """`endpoint` is host:port."""
-        self._channel = rpc.sync_channel(endpoint, Timeouts(), Sizes())
+        """`endpoint` is host:port; RequestError if it is not."""
+        self._channel = rpc.sync_channel(checked_endpoint(endpoint), Timeouts(), Sizes())
         self._stub = inference_pb2_grpc.InferenceServiceStub(self._channel)
 
     def generate(
@@ -242,9 +244,11 @@ class Client:
     ) -> Generation:
         """Ask for an answer to plain `text`, to (role, content) `messages` or to `token_ids`.
 
-        `timeout_s` is the request's budget; without one the router's default holds.
+        `timeout_s` is the request's budget; without one the router's default holds. RequestError
+        for what cannot be sent; what can be is the server's to judge.
         """
-        request = _request(text, messages, token_ids, options)
+        check_timeout(timeout_s)
+        request = build_request(text, messages, token_ids, options)
         metadata, trace = _trace_context()
         return Generation(self._stub.Generate(request, timeout=timeout_s, metadata=metadata), trace)
 
@@ -279,8 +283,8 @@ class AsyncClient:
     """A connection to a router, for the running loop; to be closed."""
 
     def __init__(self, endpoint: str) -> None:
-        """`endpoint` is host:port."""
-        self._channel = rpc.aio_channel(endpoint, Timeouts(), Sizes())
+        """`endpoint` is host:port; RequestError if it is not."""
+        self._channel = rpc.aio_channel(checked_endpoint(endpoint), Timeouts(), Sizes())
         self._stub = inference_pb2_grpc.InferenceServiceStub(self._channel)
 
     def generate(
@@ -293,7 +297,8 @@ class AsyncClient:
         **options: Unpack[Options],
     ) -> AsyncGeneration:
         """Ask for an answer, as `Client.generate` does."""
-        request = _request(text, messages, token_ids, options)
+        check_timeout(timeout_s)
+        request = build_request(text, messages, token_ids, options)
         metadata, trace = _trace_context()
         call = self._stub.Generate(request, timeout=timeout_s, metadata=metadata)
         return AsyncGeneration(call, trace)
@@ -323,40 +328,6 @@ class AsyncClient:
         traceback: TracebackType | None,
     ) -> None:
         await self.close()
-
-
-def _request(
-    text: str | None,
-    messages: Sequence[tuple[str, str]] | None,
-    token_ids: Sequence[int] | None,
-    options: Options,
-) -> inference_pb2.GenerateRequest:
-    """ValueError unless there is exactly one prompt, and for what the wire cannot carry (a negative
-    seed, a fraction of a token). The rest is the server's to judge."""
-    if sum(prompt is not None for prompt in (text, messages, token_ids)) != 1:
-        raise ValueError("give exactly one of text, messages and token_ids")
-    named: dict[str, Any] = dict(options)
-    request = inference_pb2.GenerateRequest()
-    try:
-        request.request_id = named.pop("request_id", "")
-        request.generated_token_ids.extend(named.pop("generated_token_ids", ()))
-        if text is not None:
-            request.text = text
-        elif messages is not None:
-            request.messages.SetInParent()
-            for role, content in messages:
-                request.messages.messages.add(role=role, content=content)
-        else:
-            request.token_ids.ids.extend(token_ids or ())
-            request.token_ids.SetInParent()
-        for name, value in named.items():
-            if isinstance(value, Sequence) and not isinstance(value, str):
-                getattr(request.sampling, name).extend(value)
-            else:
-                setattr(request.sampling, name, value)
-    except (AttributeError, TypeError) as error:
-        raise ValueError(str(error)) from error
-    return request
 
 
 def _trace_context() -> tuple[list[tuple[str, str]], str]:

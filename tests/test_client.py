@@ -12,7 +12,7 @@ import pytest
 from opentelemetry import trace
 from opentelemetry.sdk.trace import TracerProvider
 
-from pd_grpc.client import STAGES, Answer, AsyncClient, Client, Fault, TransportFault
+from pd_grpc.client import STAGES, Answer, AsyncClient, Client, Fault, RequestError, TransportFault
 from pd_grpc.engine.sim_tokenizer import SimTokenizer
 from pd_grpc.protocol.faults import Code, Reason
 from tests.router.conftest import VOCAB, Site
@@ -113,13 +113,30 @@ def test_a_router_that_is_not_there_is_a_transport_fault() -> None:
     [
         ({}, "exactly one"),
         ({"text": "a", "token_ids": [1]}, "exactly one"),
-        ({"text": "a", "seed": -1}, "out of range"),
-        ({"text": "a", "max_token": 1}, "max_token"),
+        ({"text": "a", "seed": -1}, "seed: must be at least 0, not -1"),
+        ({"text": "a", "max_tokens": 2**40}, f"max_tokens: must be at most {2**31 - 1}, not"),
+        ({"text": "a", "max_token": 1}, "max_token: "),
+        ({"text": "a\udcff"}, "text: must be text that UTF-8 can carry"),
+        ({"messages": [("user", "a\udcff")]}, "messages: must be text that UTF-8 can carry"),
+        ({"text": "a", "stop": ["a\udcff"]}, "stop: must be text that UTF-8 can carry"),
+        ({"text": "a", "timeout_s": 0}, "timeout_s: must be above 0"),
+        ({"text": "a", "timeout_s": -3.0}, "timeout_s: must be above 0"),
+        ({"text": "a", "timeout_s": float("nan")}, "timeout_s: must be above 0"),
+        ({"text": "a", "timeout_s": 1e10}, "timeout_s: must be .* at most 1000000000 seconds"),
     ],
 )
-def test_what_the_wire_cannot_carry_is_a_value_error(arguments: dict[str, Any], says: str) -> None:
+def test_what_the_wire_cannot_carry_is_a_value_error_that_names_the_argument(
+    arguments: dict[str, Any], says: str
+) -> None:
     with Client("127.0.0.1:1") as client, pytest.raises(ValueError, match=says):
         client.generate(**arguments)
+
+
+@pytest.mark.parametrize("endpoint", ["", "foo", "h:99999999"])
+async def test_an_endpoint_that_is_none_is_refused_before_grpc_sees_it(endpoint: str) -> None:
+    for connect in (Client, AsyncClient):
+        with pytest.raises(RequestError, match=r"endpoint: must (be host:port|have a port)"):
+            connect(endpoint)
 
 
 async def test_leaving_the_block_ends_the_request_on_both_instances(site: Site) -> None:

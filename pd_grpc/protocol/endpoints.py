@@ -53,5 +53,5 @@ def check_can_listen(host: str, port: int) -> None:
                 failures.append(error)
     in_use = [error for error in failures if error.errno == errno.EADDRINUSE]
     if in_use or len(failures) == len(found):
-        error = (in_use or failures)[0]
-        raise PortInUse(f"cannot listen on {wanted}: {error.strerror}") from error
+        cause = (in_use or failures)[0]
+        raise PortInUse(f"cannot listen on {wanted}: {cause.strerror}") from cause
