@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import difflib
 import sys
+import textwrap
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar, get_origin
+from typing import Any, Literal, NamedTuple, TypeVar, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
@@ -28,10 +29,11 @@ Config = TypeVar("Config", bound=BaseModel)
 CONFIG_FLAG = "--config"
 CONFIG_ENV = "PD_CONFIG"
 ENV_PREFIX = "PD_"
+HELP_COLUMNS = 100
 
-# One environment serves processes of several roles, so a variable that belongs to another role is
-# no error; nor are the name of the TOML file and where the client commands find the router. Any
-# other unknown PD_* variable is one.
+# One environment and one TOML file serve processes of several roles, so a variable or key that
+# belongs to another role is no error; nor are the name of the TOML file and where the client
+# commands find the router. Any other unknown PD_* variable or key is one.
 ROLES = (PrefillConfig, DecodeConfig, RouterConfig)
 OTHER_ENV = frozenset({CONFIG_ENV, "PD_ENDPOINT"})
 
@@ -109,15 +111,28 @@ def settings_table(cls: type[BaseModel]) -> list[SettingRow]:
 
 
 def settings_help(cls: type[BaseModel]) -> str:
-    """The text of `--help`: every field with its flag, variable, default and meaning."""
+    """The text of `--help`: every field with its flag, variable, default, meaning and, where they
+    are few, choices; no line is longer than 100 columns."""
     head = SettingRow("flag", "environment", "default", "meaning")
     config = SettingRow(CONFIG_FLAG, CONFIG_ENV, "", "TOML file; its keys are the fields' names")
     rows = [head, config, *settings_table(cls)]
+    choices = ["", "", *map(_choices, cls.model_fields.values())]
     widths = [max(len(row[column]) for row in rows) for column in range(3)]
-    return "\n".join(
-        "  ".join([*(cell.ljust(width) for cell, width in zip(row, widths, strict=False)), row[3]])
-        for row in rows
-    )
+    indent = sum(widths) + 2 * len(widths)
+    lines = []
+    for row, chosen_from in zip(rows, choices, strict=True):
+        first, *others = textwrap.wrap(
+            row.description + chosen_from, HELP_COLUMNS - indent, break_on_hyphens=False
+        )
+        cells = [cell.ljust(width) for cell, width in zip(row, widths, strict=False)]
+        lines += ["  ".join([*cells, first]), *(" " * indent + line for line in others)]
+    return "\n".join(lines)
+
+
+def _choices(field: FieldInfo) -> str:
+    if get_origin(field.annotation) is not Literal:
+        return ""
+    return f" ({', '.join(get_args(field.annotation))})"
 
 
 def _default(field: FieldInfo) -> str:
@@ -208,15 +223,19 @@ def _read_toml(cls: type[BaseModel], path: Path, named_by: str) -> dict[str, _Se
         raise SettingsError(f"{path} is not UTF-8: {error.reason}") from None
     except tomllib.TOMLDecodeError as error:
         raise SettingsError(f"{path} is not TOML: {error}") from None
+    known = {*cls.model_fields, *(name for role in ROLES for name in role.model_fields)}
     for key in table:
-        if key not in cls.model_fields:
-            guess = _did_you_mean(key, cls.model_fields)
-            raise SettingsError(f"unknown key {key} in {path}{guess}")
-    return {key: _Setting(value, f"{key} in {path}") for key, value in table.items()}
+        if key not in known:
+            raise SettingsError(f"unknown key {key} in {path}{_did_you_mean(key, known)}")
+    return {
+        key: _Setting(value, f"{key} in {path}")
+        for key, value in table.items()
+        if key in cls.model_fields
+    }
 
 
 def _did_you_mean(word: str, among: Iterable[str]) -> str:
-    close = difflib.get_close_matches(word, list(among), n=1, cutoff=0.6)
+    close = difflib.get_close_matches(word, sorted(among), n=1, cutoff=0.6)
     return f"; did you mean {close[0]}?" if close else ""
 
 
@@ -228,7 +247,7 @@ def _explain(
     for detail in error.errors(include_url=False, include_context=False):
         name = str(detail["loc"][0]) if detail["loc"] else cls.__name__
         source = f" (from {settings[name].source})" if name in settings else ""
-        says = detail["msg"]
+        says = detail["msg"].removeprefix("Value error, ")
         if says.startswith("Input should be "):
             says = f"must be {says.removeprefix('Input should be ')}, not {detail['input']!r}"
         yield f"{name} {says}{source}"

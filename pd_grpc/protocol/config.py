@@ -6,11 +6,21 @@ The classes are plain data. Reading flags, `PD_*` environment variables and a TO
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+
+from pd_grpc.protocol.endpoints import check_endpoint
 
 MIB = 1 << 20
+
+
+def _endpoint_or_empty(value: str) -> str:
+    return check_endpoint(value) if value else value
+
+
+Endpoint = Annotated[str, AfterValidator(check_endpoint)]
+EndpointOrEmpty = Annotated[str, AfterValidator(_endpoint_or_empty)]
 
 
 class _Section(BaseModel):
@@ -108,7 +118,9 @@ class EngineConfig(_Section):
 class TelemetryConfig(_Section):
     """Where spans and logs go."""
 
-    otlp: str = Field("", description="host:port of an OTLP collector over gRPC; empty is off")
+    otlp: EndpointOrEmpty = Field(
+        "", description="host:port of an OTLP collector over gRPC; empty is off"
+    )
     log_format: Literal["human", "json"] = Field("human", description="how log lines look")
     log_level: Literal["debug", "info", "warning", "error"] = Field(
         "info", description="least severe log line"
@@ -121,7 +133,9 @@ class ServerConfig(Timeouts, Sizes, TelemetryConfig):
     name: str = Field("", description="stable name of the instance; empty is role-port")
     host: str = Field("127.0.0.1", description="address to bind")
     port: int = Field(0, ge=0, le=65535, description="control port; 0 takes a free one")
-    advertise: str = Field("", description="host:port others reach it at; empty is what it bound")
+    advertise: EndpointOrEmpty = Field(
+        "", description="host:port others reach it at; empty is what it bound"
+    )
 
 
 class PrefillConfig(ServerConfig, EngineConfig):
@@ -134,7 +148,7 @@ class DecodeConfig(ServerConfig, EngineConfig):
     bulk_port: int = Field(
         0, ge=0, le=65535, description="port of the TransferService shard; 0 takes a free one"
     )
-    bulk_advertise: str = Field(
+    bulk_advertise: EndpointOrEmpty = Field(
         "", description="host:port of the shard as P reaches it; empty is what it bound"
     )
 
@@ -142,8 +156,8 @@ class DecodeConfig(ServerConfig, EngineConfig):
 class RouterConfig(ServerConfig):
     """`pd-grpc serve router`."""
 
-    prefill: tuple[str, ...] = Field((), description="control endpoints of prefill instances")
-    decode: tuple[str, ...] = Field((), description="control endpoints of decode instances")
+    prefill: tuple[Endpoint, ...] = Field((), description="control endpoints of prefill instances")
+    decode: tuple[Endpoint, ...] = Field((), description="control endpoints of decode instances")
     aggregated: bool = Field(
         False, description="send requests to decode instances alone, which prefill themselves"
     )

@@ -200,6 +200,23 @@ def test_variables_of_other_roles_and_of_the_client_are_no_error() -> None:
     assert load_settings(PrefillConfig, [], environ) == PrefillConfig()
 
 
+def test_keys_of_other_roles_are_no_error_in_a_file(write_toml: WriteToml) -> None:
+    path = write_toml('bulk_port = 7000\nprefill = ["a:1"]\nlease_s = 5')
+    assert load_settings(PrefillConfig, [], {}, path) == PrefillConfig(lease_s=5)
+
+
+# --- endpoints -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("flag", ["--otlp", "--advertise", "--decode", "--prefill"])
+def test_what_is_no_endpoint_is_refused_by_name(flag: str) -> None:
+    name = flag.removeprefix("--")
+    message = error_of([flag, "foo"], cls=RouterConfig)
+    assert message == (
+        f"{name} must be host:port (an IPv6 address in brackets), not 'foo' (from {flag})"
+    )
+
+
 # --- the reference table -------------------------------------------------------------------------
 
 
@@ -230,4 +247,13 @@ def test_help_prints_every_setting_and_exits_well(
     assert printed.rstrip("\n") == settings_help(DecodeConfig)
     for row in settings_table(DecodeConfig):
         (line,) = [text for text in printed.splitlines() if text.split()[0] == row.flag]
-        assert all(cell in line for cell in row)
+        assert all(cell in line for cell in row[:3])
+        assert row.description in " ".join(printed.split())
+
+
+@pytest.mark.parametrize("role", ROLES)
+def test_help_fits_a_terminal_and_shows_what_can_be_chosen(role: type[ServerConfig]) -> None:
+    text = settings_help(role)
+    assert max(map(len, text.splitlines())) <= 100
+    assert "how log lines look (human, json)" in " ".join(text.split())
+    assert "(torch, sim)" in text
