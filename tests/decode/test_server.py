@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import socket
 import threading
+from functools import partial
 
 import grpc
 import grpc.aio
@@ -20,7 +21,7 @@ from pd_grpc.protocol.config import DecodeConfig
 from pd_grpc.protocol.faults import Code, Reason
 from pd_grpc.protocol.rpc import PortInUse
 from pd_grpc.v1 import admin_pb2, inference_pb2, types_pb2
-from tests.decode.wire import CALL_S, SIM, GatedEngine, fault_of, tokens_of, wire
+from tests.decode.wire import CALL_S, SIM, GatedEngine, Wire, fault_of, tokens_of, wire
 from tests.waiting import until
 
 SERVING = health_pb2.HealthCheckResponse.SERVING
@@ -77,6 +78,15 @@ async def test_alive_at_once_and_ready_when_warm() -> None:
         await server.stop()
 
 
+async def states_become(d: Wire, wanted: set[str]) -> None:
+    """Wait until the transfers in flight are in these states, as an operator sees them."""
+    states: set[str] = set()
+    while states != wanted:
+        listed = await d.admin.ListTransfers(admin_pb2.ListTransfersRequest(), timeout=CALL_S)
+        names = (types_pb2.TransferState.Name(t.state) for t in listed.transfers)
+        states = {name.removeprefix("TRANSFER_STATE_") for name in names}
+
+
 async def test_no_request_gets_the_block_that_is_warmed() -> None:
     async with wire() as d:
         pass
@@ -89,7 +99,7 @@ async def test_no_request_gets_the_block_that_is_warmed() -> None:
         small = d.request(prompt=list(range(100, 110)))
         large = d.request(prompt=list(range(200, 227)))
         calls = [asyncio.create_task(tokens_of(d.generate(r, local=True))) for r in (small, large)]
-        await asyncio.sleep(0.1)
+        await asyncio.wait_for(states_become(d, {"RECEIVING", "WAITING"}), CALL_S)
         engine.may_warm.set()
         server = await starting
         assert await asyncio.gather(*calls) == [d.answer(small), d.answer(large)]
@@ -176,6 +186,29 @@ async def test_an_operator_sees_and_ends_a_transfer() -> None:
         assert grant.grant_id
 
 
+async def test_an_allocate_that_ends_without_a_grant_is_seen_by_those_who_watch() -> None:
+    async with wire() as d:
+        p = await d.prefill()
+        blocker, waiting = d.request(prompt=list(range(100, 180))), d.request()
+        waiting.prompt = list(range(300, 330))
+        await p.allocate(blocker)
+        ask = admin_pb2.WatchTransfersRequest(transfer_id=waiting.transfer_id)
+        watch = d.admin.WatchTransfers(ask)
+        await watch.initial_metadata()
+        call = p.allocate(waiting)
+        await d.until_state(waiting, "WAITING")
+        call.cancel()
+        seen = []
+        while types_pb2.TRANSFER_STATE_RELEASED not in seen:
+            answer = await asyncio.wait_for(watch.read(), CALL_S)
+            seen.append(answer.transfer.state)
+        watch.cancel()
+        info = await d.admin.GetServerInfo(admin_pb2.GetServerInfoRequest(), timeout=CALL_S)
+        assert [(c.state, c.transfers) for c in info.server.ended] == [(seen[-1], 1)]
+        assert p.heard == [], "the caller who left is not told"
+        await p.release(blocker)
+
+
 async def test_a_drain_turns_readiness_off_and_waits_for_what_runs() -> None:
     async with wire(GatedEngine) as d:
         engine = d.server.engine
@@ -235,9 +268,15 @@ async def test_a_stop_ends_everything_with_a_reason_and_returns_all_blocks() -> 
 async def test_a_storm_of_cancels_leaves_it_answering() -> None:
     """F40."""
     async with wire() as d:
-        for _ in range(20):
-            calls = [d.generate(d.request(max_tokens=50), local=True) for _ in range(20)]
-            await asyncio.sleep(0.002)
+        transfers = d.server.machine.ledger.transfers
+
+        def has_come(storm: str) -> bool:
+            return any(t.request_id.startswith(f"{storm}-") for t in transfers.values())
+
+        for storm in map(str, range(20)):
+            asked = [d.request(max_tokens=50, request_id=f"{storm}-{i}") for i in range(20)]
+            calls = [d.generate(request, local=True) for request in asked]
+            await until(partial(has_come, storm))
             for call in calls:
                 call.cancel()
         request = d.request()

@@ -115,14 +115,15 @@ async def test_status_details_come_over_the_wire(d: Wire) -> None:
     await p.release(blocker)
 
 
-async def test_an_allocate_is_answered_before_its_own_deadline(d: Wire) -> None:
-    p = await d.prefill()
-    blocker = d.request(prompt=list(range(100, 180)))
-    await p.allocate(blocker)
-    waiting = d.request(prompt=list(range(300, 330)))
-    fault = await fault_of(p.allocate(waiting, timeout_s=0.5, max_wait_s=60.0))
-    assert fault.reason is Reason.NO_BLOCKS
-    await p.release(blocker)
+async def test_an_allocate_is_answered_before_its_own_deadline() -> None:
+    async with wire(hop_margin_s=3.0) as d:
+        p = await d.prefill()
+        blocker = d.request(prompt=list(range(100, 180)))
+        await p.allocate(blocker)
+        waiting = d.request(prompt=list(range(300, 330)))
+        fault = await fault_of(p.allocate(waiting, timeout_s=3.3, max_wait_s=60.0))
+        assert fault.reason is Reason.NO_BLOCKS
+        await p.release(blocker)
 
 
 async def test_an_allocate_that_is_cancelled_leaves_the_queue(d: Wire) -> None:
