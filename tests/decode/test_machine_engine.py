@@ -17,7 +17,7 @@ from tests.decode.messages import Request, requests
 from tests.decode.prefill_peer import Prefill
 
 
-def small_pool(blocks: int, **settings: int) -> tuple[Harness, Prefill]:
+def small_pool(blocks: int, **settings: Any) -> tuple[Harness, Prefill]:
     d = Harness(num_blocks=blocks, **settings)
     return d, Prefill(d)
 
