@@ -12,8 +12,8 @@ from pd_grpc.protocol.faults import Fault
 from pd_grpc.protocol.refs import TransferKey
 from pd_grpc.v1 import decode_pb2, types_pb2
 
-if TYPE_CHECKING:
-    from pd_grpc.decode.transfer import Ended
+if TYPE_CHECKING:  # a transfer holds what it has yet to emit
+    from pd_grpc.decode.transfer import Ended, Owner
 
 UnaryAnswer: TypeAlias = (
     decode_pb2.AllocateResponse | decode_pb2.SendFirstTokenResponse | decode_pb2.ReleaseResponse
@@ -81,10 +81,11 @@ class FinishGenerate:
 @dataclass(frozen=True)
 class OpenReceive:
     """Let KV in for a grant: `blocks[i]` is the physical block of logical block `i`, and the first
-    `wanted` of them are to come."""
+    `wanted` of them are to come, from `owner` alone."""
 
     grant_id: str
     key: TransferKey
+    owner: Owner
     blocks: tuple[int, ...]
     wanted: int
 
@@ -95,6 +96,22 @@ class CloseReceive:
 
     grant_id: str
     fault: Fault
+
+
+@dataclass(frozen=True)
+class AdmitSession:
+    """Let KV streams with this session id in: it is the newest of `owner`. Comes before P can know
+    the id."""
+
+    owner: Owner
+    session_id: str
+
+
+@dataclass(frozen=True)
+class DismissPrefill:
+    """Let no KV stream of `owner` in any more."""
+
+    owner: Owner
 
 
 @dataclass(frozen=True)
@@ -140,6 +157,9 @@ class Drained:
     """Nothing is in flight any more and nothing new is taken."""
 
 
+ToReceiver: TypeAlias = OpenReceive | CloseReceive | AdmitSession | DismissPrefill
+"""For the shard that lets KV in."""
+
 Action: TypeAlias = (
     Answer
     | Refuse
@@ -147,8 +167,7 @@ Action: TypeAlias = (
     | SessionEnd
     | Emit
     | FinishGenerate
-    | OpenReceive
-    | CloseReceive
+    | ToReceiver
     | RunStep
     | Changed
     | SetReady

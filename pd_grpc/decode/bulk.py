@@ -6,29 +6,36 @@ KV chunks never share a loop with control messages, which would wait behind them
 from __future__ import annotations
 
 import asyncio
+import logging
 import threading
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from itertools import count
 from typing import Any
 
+import grpc
 import grpc.aio
 from google.protobuf.message import DecodeError
 
+from pd_grpc.decode import actions as act
 from pd_grpc.decode import events as ev
 from pd_grpc.decode.receiver import Action, EndStream, Receiver, Respond
+from pd_grpc.decode.transfer_outbox import TransferOutbox
 from pd_grpc.protocol import rpc
 from pd_grpc.protocol.clock import Clock
 from pd_grpc.protocol.config import DecodeConfig
-from pd_grpc.protocol.faults import Fault
-from pd_grpc.protocol.refs import TransferKey
+from pd_grpc.protocol.faults import Fault, Reason, bad_request
+from pd_grpc.protocol.sampling import FieldError
 from pd_grpc.protocol.serving import HandlerRegistry
-from pd_grpc.v1 import transfer_pb2, transfer_pb2_grpc
+from pd_grpc.transport.chunk_codec import SERVICE, IncomingRequest, parse_request
+from pd_grpc.v1 import transfer_pb2
+
+log = logging.getLogger("pd_grpc.decode")
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
 
-class BulkServer(transfer_pb2_grpc.TransferServiceServicer):
+class BulkServer:
     """The shard of a D. `listeners` are called on the bulk thread with events for D's machine."""
 
     def __init__(self, config: DecodeConfig, receiver: Receiver, clock: Clock) -> None:
@@ -38,7 +45,7 @@ class BulkServer(transfer_pb2_grpc.TransferServiceServicer):
         self._clock = clock
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._run, name="pd-bulk", daemon=True)
-        self._outboxes: dict[int, asyncio.Queue[Action]] = {}
+        self._outboxes: dict[int, TransferOutbox] = {}
         self._numbers = count(1)
         self._wake: asyncio.TimerHandle | None = None
         self._server: grpc.aio.Server | None = None
@@ -65,63 +72,74 @@ class BulkServer(transfer_pb2_grpc.TransferServiceServicer):
         done.result()
         self._end_thread()
 
-    def open_grant(self, grant_id: str, key: TransferKey, blocks: tuple[int, ...], n: int) -> None:
-        """Let KV in for a grant; from any thread."""
-
-        def act() -> None:
-            self._perform(self._receiver.open_grant(grant_id, key, blocks, n))
-
-        self._loop.call_soon_threadsafe(act)
-
-    def close_grant(self, grant_id: str, fault: Fault) -> None:
-        """Let no more in for a grant; from any thread."""
-
-        def act() -> None:
-            self._perform(self._receiver.close_grant(grant_id, fault))
-
-        self._loop.call_soon_threadsafe(act)
+    def post(self, action: act.ToReceiver) -> None:
+        """Say what may come, in order; from any thread."""
+        self._loop.call_soon_threadsafe(self._take, action)
 
     async def Transfer(self, request_iterator: Any, context: Context) -> None:
         """One stream of chunks in and acks out."""
-        stream = next(self._numbers)
-        outbox: asyncio.Queue[Action] = asyncio.Queue()
+        stream, outbox = next(self._numbers), TransferOutbox()
         self._outboxes[stream] = outbox
         self._receiver.stream_began(stream)
-        reader = asyncio.create_task(self._read(stream, request_iterator))
+        reader = asyncio.create_task(self._read(stream, request_iterator, outbox))
         # However the reading ends, the writing ends after it.
-        reader.add_done_callback(lambda _: outbox.put_nowait(EndStream(stream, None)))
+        reader.add_done_callback(lambda done: self._reading_ended(stream, outbox, done))
         try:
-            await self._write(outbox, context)
+            await self._write(stream, outbox, context)
+        except Fault as fault:
+            await rpc.abort(context, fault)
         finally:
             del self._outboxes[stream]
             reader.cancel()
             await asyncio.wait([reader])
             self._receiver.stream_ended(stream)
 
-    async def _read(self, stream: int, requests: Any) -> None:
-        message: transfer_pb2.TransferRequest
+    async def _read(self, stream: int, requests: Any, outbox: TransferOutbox) -> None:
+        message: IncomingRequest
         try:
             async for message in requests:
                 self._perform(self._receiver.message(stream, message, self._clock.now()))
+                await outbox.room()
         except DecodeError:
-            self._perform(self._receiver.garbled(stream))
+            fault = bad_request([FieldError("message", "is no protobuf")])
+            self._perform(self._receiver.unreadable(stream, fault))
 
-    async def _write(self, outbox: asyncio.Queue[Action], context: Context) -> None:
-        while True:
-            action = await outbox.get()
-            if isinstance(action, Respond):
-                await context.write(action.message)
-            elif isinstance(action, EndStream):
-                if action.fault is not None:
-                    await rpc.abort(context, action.fault)
-                return
+    def _reading_ended(self, stream: int, outbox: TransferOutbox, done: asyncio.Task[None]) -> None:
+        error = None if done.cancelled() else done.exception()
+        if error is not None:
+            log.error("taking KV in failed", exc_info=error)
+            fault = Fault(Reason.ENGINE_ERROR, f"taking KV in failed: {error}")
+            self._perform(self._receiver.unreadable(stream, fault))
+        outbox.end(None)
+
+    async def _write(self, stream: int, outbox: TransferOutbox, context: Context) -> None:
+        while (message := await outbox.next()) is not None:
+            if message.HasField("ack"):
+                self._receiver.acknowledged(stream, message.ack.accepted_bytes)
+            await context.write(message)
+
+    def _take(self, action: act.ToReceiver) -> None:
+        receiver = self._receiver
+        if isinstance(action, act.OpenReceive):
+            grant = action.grant_id, action.key, action.owner, action.blocks, action.wanted
+            self._perform(receiver.open_grant(*grant))
+        elif isinstance(action, act.CloseReceive):
+            self._perform(receiver.close_grant(action.grant_id, action.fault))
+        elif isinstance(action, act.AdmitSession):
+            receiver.sessions.admit(action.owner, action.session_id)
+        else:
+            receiver.sessions.dismiss(action.owner)
 
     def _perform(self, actions: Iterable[Action]) -> None:
         for action in actions:
-            if isinstance(action, Respond | EndStream):
+            if isinstance(action, Respond):
                 outbox = self._outboxes.get(action.stream)
                 if outbox is not None:
-                    outbox.put_nowait(action)
+                    outbox.send(action.message)
+            elif isinstance(action, EndStream):
+                outbox = self._outboxes.get(action.stream)
+                if outbox is not None:
+                    outbox.end(action.fault)
             else:
                 for listener in self.listeners:
                     listener(action)
@@ -144,7 +162,16 @@ class BulkServer(transfer_pb2_grpc.TransferServiceServicer):
         self._server = grpc.aio.server(
             interceptors=[self._handlers], options=rpc.server_options(self._config)
         )
-        transfer_pb2_grpc.add_TransferServiceServicer_to_server(self, self._server)
+        # As the generated code does it, but for what reads a request.
+        transfer = grpc.stream_stream_rpc_method_handler(
+            self.Transfer,
+            request_deserializer=parse_request,
+            response_serializer=transfer_pb2.TransferResponse.SerializeToString,
+        )
+        methods = {"Transfer": transfer}
+        self._server.add_generic_rpc_handlers(
+            (grpc.method_handlers_generic_handler(SERVICE, methods),)
+        )
         self.port = rpc.bind(self._server, self._config.host, self._config.bulk_port)
         await self._server.start()
 

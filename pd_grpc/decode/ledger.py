@@ -180,7 +180,8 @@ class Ledger:
             assert transfer.prefill is not None
             wanted = -(-transfer.prefill.request.prompt_tokens // self.config.block_size)
             blocks = tuple(holding.blocks)
-            self.act(OpenReceive(transfer.grant_id, transfer.key, blocks, wanted))
+            owner = transfer.prefill.owner
+            self.act(OpenReceive(transfer.grant_id, transfer.key, owner, blocks, wanted))
 
     def end(
         self,

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TypeAlias
 
-import google_crc32c
-
 from pd_grpc.decode import events as ev
-from pd_grpc.decode.sessions import transport_name
+from pd_grpc.decode.session_ids import SessionIds
+from pd_grpc.decode.transfer import Owner
+from pd_grpc.decode.transfer_checks import check_open, check_range, check_window, corrupt
 from pd_grpc.engine.base import KvMemory
 from pd_grpc.protocol.config import DecodeConfig
 from pd_grpc.protocol.faults import Code, Fault, Reason, bad_request
@@ -23,10 +23,14 @@ from pd_grpc.protocol.layout import KvLayout
 from pd_grpc.protocol.refs import TransferKey, key_of
 from pd_grpc.protocol.sampling import FieldError
 from pd_grpc.protocol.timers import Timers
-from pd_grpc.v1 import layout_pb2, transfer_pb2
+from pd_grpc.transport.chunk_codec import IncomingChunk, IncomingRequest, checksum
+from pd_grpc.v1 import transfer_pb2
 
 CLOSED_REMEMBERED = 4096
 """Closed grants whose end a late stream is told; the machine's tombstones outlive them."""
+
+HELD_STREAMS = 4096
+"""Streams that may wait for the news of their grant."""
 
 
 @dataclass(frozen=True)
@@ -52,6 +56,7 @@ Action: TypeAlias = Respond | EndStream | ev.Event
 @dataclass
 class _Grant:
     key: TransferKey
+    owner: Owner
     blocks: tuple[int, ...]
     verified: list[list[bytearray]]
     missing: int
@@ -60,14 +65,23 @@ class _Grant:
     completed: bool = False
 
 
+@dataclass(frozen=True)
+class _Wanted:
+    """What a stream was opened for, and by whom."""
+
+    key: TransferKey
+    owner: Owner
+
+
 @dataclass
 class _Stream:
     grant_id: str = ""
+    wanted: _Wanted | None = None
     opened: bool = False
     chunks: int = 0
     bytes: int = 0
-    wanted: transfer_pb2.TransferOpen | None = None
-    actions: list[Action] = field(default_factory=list)
+    bytes_told: int = 0
+    """Of `bytes`, those whose acknowledgement is on its way."""
 
 
 class Receiver:
@@ -82,18 +96,20 @@ class Receiver:
         self._epoch = decode_epoch
         self._grants: dict[str, _Grant] = {}
         self._streams: dict[int, _Stream] = {}
+        self.sessions = SessionIds()
         self._held: dict[str, list[int]] = {}
         self._closed: OrderedDict[str, Fault] = OrderedDict()
         self._timers: Timers[int] = Timers()
 
     def open_grant(
-        self, grant_id: str, key: TransferKey, blocks: Sequence[int], wanted: int
+        self, grant_id: str, key: TransferKey, owner: Owner, blocks: Sequence[int], wanted: int
     ) -> list[Action]:
-        """Let KV in: logical blocks [0, `wanted`) of `blocks`, every layer of every group."""
+        """Let KV in from `owner`: logical blocks [0, `wanted`) of `blocks`, every layer of every
+        group."""
         groups = self._layout.groups
         verified = [[bytearray(wanted) for _ in range(group.layers)] for group in groups]
         missing = wanted * sum(group.layers for group in groups)
-        grant = _Grant(key, tuple(blocks[:wanted]), verified, missing)
+        grant = _Grant(key, owner, tuple(blocks[:wanted]), verified, missing)
         self._grants[grant_id] = grant
         actions: list[Action] = []
         for stream in self._held.pop(grant_id, []):
@@ -131,31 +147,33 @@ class Receiver:
             if not held:
                 del self._held[gone.grant_id]
 
-    def message(
-        self, stream: int, message: transfer_pb2.TransferRequest, now: float
-    ) -> list[Action]:
+    def message(self, stream: int, message: IncomingRequest, now: float) -> list[Action]:
         """A message of a stream."""
         state = self._streams.get(stream)
         if state is None:
             return []
-        kind = message.WhichOneof("message")
         try:
+            if isinstance(message, IncomingChunk):
+                return self._chunk(stream, state, message.header, message.payload)
+            kind = message.WhichOneof("message")
             if kind == "open":
                 return self._open(stream, state, message.open, now)
-            if kind == "chunk":
-                return self._chunk(stream, state, message.chunk)
             if kind == "end":
                 return self._stream_end(stream, state, message.end)
             raise bad_request([FieldError("message", "must be open, chunk or end")])
         except Fault as fault:
             return self._fail(stream, state, fault)
 
-    def garbled(self, stream: int) -> list[Action]:
-        """What came on a stream is no message."""
+    def acknowledged(self, stream: int, accepted_bytes: int) -> None:
+        """An ack of a stream is on its way: the sender may hear of so many accepted bytes."""
         state = self._streams.get(stream)
-        if state is None:
-            return []
-        return self._fail(stream, state, bad_request([FieldError("message", "is no protobuf")]))
+        if state is not None:
+            state.bytes_told = accepted_bytes
+
+    def unreadable(self, stream: int, fault: Fault) -> list[Action]:
+        """What comes on a stream cannot be taken in."""
+        state = self._streams.get(stream)
+        return [] if state is None else self._fail(stream, state, fault)
 
     def tick(self, now: float) -> list[Action]:
         """End the streams whose grant never came."""
@@ -175,28 +193,16 @@ class Receiver:
     ) -> list[Action]:
         if state.wanted is not None:
             raise Fault(Reason.WRONG_STATE, "open came twice", {"state": "open"})
-        if message.ref.decode_epoch != self._epoch:
-            meant, here = str(message.ref.decode_epoch), str(self._epoch)
-            text = "the transfer means another process of this decode instance"
-            raise Fault(Reason.STALE_EPOCH, text, {"meant": meant, "here": here})
-        if message.transport not in (
-            layout_pb2.TRANSPORT_UNSPECIFIED,
-            layout_pb2.TRANSPORT_INLINE,
-        ):
-            name = transport_name(message.transport)
-            raise Fault(Reason.FEATURE, f"{name} is not supported", {"feature": name})
-        sizes = (getattr(message.sender, f"{kind}_size") for kind in ("tp", "pp", "cp", "dp"))
-        if max(sizes) > 1:
-            text = "a prefill of several ranks is not supported"
-            raise Fault(Reason.FEATURE, text, {"feature": "open.sender"})
-        if message.shard_index != 0:
-            raise bad_request([FieldError("open.shard_index", "must be 0: there is one shard")])
-        state.wanted = message
+        check_open(message, self._epoch)
+        state.wanted = _Wanted(key_of(message.ref), self.sessions.owner_of(message.session_id))
         state.grant_id = message.grant_id
         if message.grant_id in self._closed:
             return self._end(stream, self._closed[message.grant_id])
         grant = self._grants.get(message.grant_id)
         if grant is None:
+            if len(self._timers) >= HELD_STREAMS:
+                text = f"{HELD_STREAMS} streams wait for the news of their grants already"
+                raise Fault(Reason.QUEUE_FULL, text)
             # P may be faster than the news of its grant.
             self._held.setdefault(message.grant_id, []).append(stream)
             self._timers.set(stream, now + self._config.kv_progress_s)
@@ -206,8 +212,9 @@ class Receiver:
     def _attach(self, stream: int, grant_id: str, grant: _Grant) -> list[Action]:
         state = self._streams[stream]
         assert state.wanted is not None
-        if key_of(state.wanted.ref) != grant.key:
-            fault = Fault(Reason.NOT_OWNER, f"grant {grant_id} belongs to another transfer")
+        if state.wanted != _Wanted(grant.key, grant.owner):
+            whose = "transfer" if state.wanted.key != grant.key else "prefill"
+            fault = Fault(Reason.NOT_OWNER, f"grant {grant_id} belongs to another {whose}")
             return self._end(stream, fault)
         actions: list[Action] = []
         if grant.stream is not None:
@@ -224,12 +231,15 @@ class Receiver:
             actions.append(ev.ReceiveStarted(grant_id))
         return actions
 
-    def _chunk(self, stream: int, state: _Stream, chunk: transfer_pb2.KvChunk) -> list[Action]:
+    def _chunk(
+        self, stream: int, state: _Stream, chunk: transfer_pb2.KvChunk, payload: memoryview
+    ) -> list[Action]:
         grant = self._grant_of(state)
-        self._check_range(chunk, grant)
-        payload = memoryview(chunk.payload)
-        if google_crc32c.value(chunk.payload) != chunk.crc32c:
-            raise _corrupt(chunk)
+        check_range(chunk, payload.nbytes, self._layout, len(grant.blocks))
+        unacknowledged = state.bytes - state.bytes_told
+        check_window(unacknowledged, payload.nbytes, self._config.send_window_bytes)
+        if checksum([payload]) != chunk.crc32c:
+            raise corrupt(chunk)
         first, end = chunk.block_start, chunk.block_start + chunk.block_count
         rows = grant.verified[chunk.group][chunk.layer_start :][: chunk.layer_count]
         lacking = sum(row.count(0, first, end) for row in rows)
@@ -282,28 +292,6 @@ class Receiver:
             raise Fault(Reason.WRONG_STATE, "opened has not been answered", {"state": "open"})
         return grant
 
-    def _check_range(self, chunk: transfer_pb2.KvChunk, grant: _Grant) -> None:
-        wrong = []
-        if chunk.group >= len(self._layout.groups):
-            wrong.append(FieldError("chunk.group", f"there are {len(self._layout.groups)}"))
-            raise bad_request(wrong)
-        layers = self._layout.groups[chunk.group].layers
-        if chunk.layer_count < 1 or chunk.layer_start + chunk.layer_count > layers:
-            wrong.append(FieldError("chunk.layer_start", f"the group has {layers} layers"))
-        wanted = len(grant.blocks)
-        if chunk.block_count < 1 or chunk.block_start + chunk.block_count > wanted:
-            wrong.append(FieldError("chunk.block_start", f"{wanted} blocks are wanted"))
-        size = chunk.layer_count * chunk.block_count * self._layout.layer_bytes(chunk.group)
-        if len(chunk.payload) != size:
-            text = f"has {len(chunk.payload)} bytes; the ranges take {size}"
-            wrong.append(FieldError("chunk.payload", text))
-        if chunk.HasField("descriptor"):
-            raise Fault(
-                Reason.FEATURE, "chunk.descriptor is not supported", {"feature": "descriptor"}
-            )
-        if wrong:
-            raise bad_request(wrong)
-
     def _verified(self, grant: _Grant) -> list[transfer_pb2.KvRange]:
         found = []
         for group, rows in enumerate(grant.verified):
@@ -354,13 +342,3 @@ def _runs(row: bytearray) -> list[tuple[int, int]]:
         found.append((start, end - start))
         start = row.find(1, end)
     return found
-
-
-def _corrupt(chunk: transfer_pb2.KvChunk) -> Fault:
-    layers = f"[{chunk.layer_start}, {chunk.layer_start + chunk.layer_count})"
-    blocks = f"[{chunk.block_start}, {chunk.block_start + chunk.block_count})"
-    return Fault(
-        Reason.KV_CORRUPT,
-        f"checksum differs for layers {layers}, blocks {blocks} of group {chunk.group}",
-        {"group": str(chunk.group), "layers": layers, "blocks": blocks},
-    )

@@ -169,7 +169,7 @@ class DecodeRuntime:
                 self._to_client(action)
             elif isinstance(action, act.SessionSend | act.SessionEnd):
                 self._to_session(action)
-            elif isinstance(action, act.OpenReceive | act.CloseReceive):
+            elif isinstance(action, act.ToReceiver):
                 self._to_bulk(action)
             elif isinstance(action, act.RunStep):
                 self._step = self._loop.create_task(self._run_step(action.plan, now))
@@ -217,12 +217,9 @@ class DecodeRuntime:
         else:
             outbox.end(action.fault)
 
-    def _to_bulk(self, action: act.OpenReceive | act.CloseReceive) -> None:
+    def _to_bulk(self, action: act.ToReceiver) -> None:
         assert self._bulk is not None
-        if isinstance(action, act.OpenReceive):
-            self._bulk.open_grant(action.grant_id, action.key, action.blocks, action.wanted)
-        else:
-            self._bulk.close_grant(action.grant_id, action.fault)
+        self._bulk.post(action)
 
     def _note(self, change: act.Changed, now: float) -> None:
         self.spans.changed(change, now)

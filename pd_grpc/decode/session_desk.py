@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pd_grpc.decode.actions import SessionEnd, SessionSend
+from pd_grpc.decode.actions import AdmitSession, DismissPrefill, SessionEnd, SessionSend
 from pd_grpc.decode.checks import draining
 from pd_grpc.decode.events import (
     GoodbyeReceived,
@@ -47,6 +47,7 @@ class SessionDesk:
         for transfer in self._owned_by(joined.session.owner):
             ledger.leases.renew(transfer.grant_id, ledger.now)
         self._expect_heartbeat(event.stream)
+        ledger.act(AdmitSession(joined.session.owner, joined.session.session_id))
         welcome = decode_pb2.SessionResponse(welcome=joined.welcome)
         ledger.act(SessionSend(event.stream, welcome))
         if ledger.draining:
@@ -146,6 +147,7 @@ class SessionDesk:
         for transfer in self._owned_by(owner):
             if not transfer.handed_off:
                 self._ledger.end(transfer, DecodeState.FAILED, fault)
+        self._ledger.act(DismissPrefill(owner))
 
     def _load(self) -> decode_pb2.Load:
         ledger = self._ledger

@@ -9,15 +9,18 @@ import google_crc32c
 
 from pd_grpc.decode import events as ev
 from pd_grpc.decode.receiver import Action, EndStream, Receiver, Respond
+from pd_grpc.decode.transfer import Owner
 from pd_grpc.engine.memory import HostKvMemory
 from pd_grpc.protocol.config import DecodeConfig
 from pd_grpc.protocol.faults import Fault
 from pd_grpc.protocol.layout import GroupKind, KvGroup, KvLayout, Plane, PlaneKind
 from pd_grpc.protocol.refs import TransferKey
+from pd_grpc.transport.chunk_codec import split_chunk
 from pd_grpc.v1 import transfer_pb2, types_pb2
 
 EPOCH = 5
 KEY = TransferKey("t", 1)
+OWNER = Owner("p", 10)
 PLANES = (Plane(PlaneKind.K, "uint8", 1, 4), Plane(PlaneKind.V, "uint8", 1, 4))
 LAYOUT = KvLayout(
     model="m",
@@ -34,11 +37,14 @@ WANTED = 2
 class Shard:
     """A receiver with one grant, and what came of it."""
 
-    def __init__(self, grant: bool = True) -> None:
+    def __init__(self, grant: bool = True, window_bytes: int = 12345) -> None:
         self.buffer = bytearray(8 * LAYOUT.block_bytes)
-        self.config = DecodeConfig(send_window_bytes=12345)
+        self.config = DecodeConfig(send_window_bytes=window_bytes)
         memory = HostKvMemory(self.buffer, LAYOUT)
         self.receiver = Receiver(self.config, LAYOUT, memory, EPOCH)
+        self.receiver.sessions.admit(OWNER, "s")
+        self.acks_leave = True
+        """Whether the peer reads what it is told."""
         self.now = 100.0
         self.events: list[ev.Event] = []
         self.responses: dict[int, list[transfer_pb2.TransferResponse]] = {}
@@ -48,7 +54,7 @@ class Shard:
             self.grant()
 
     def grant(self) -> None:
-        self.note(self.receiver.open_grant("g", KEY, TABLE, WANTED))
+        self.note(self.receiver.open_grant("g", KEY, OWNER, TABLE, WANTED))
 
     def close(self, fault: Fault) -> None:
         self.note(self.receiver.close_grant("g", fault))
@@ -59,7 +65,9 @@ class Shard:
         self.receiver.stream_began(self.streams)
         self.responses[self.streams] = []
         ref = types_pb2.TransferRef(transfer_id="t", attempt=1, decode_epoch=EPOCH)
-        message = transfer_pb2.TransferOpen(**{"ref": ref, "grant_id": "g", **fields})
+        message = transfer_pb2.TransferOpen(
+            **{"session_id": "s", "ref": ref, "grant_id": "g", **fields}
+        )
         self.send(self.streams, transfer_pb2.TransferRequest(open=message))
         return self.streams
 
@@ -92,7 +100,7 @@ class Shard:
         self.send(stream, transfer_pb2.TransferRequest(end=end))
 
     def send(self, stream: int, message: transfer_pb2.TransferRequest) -> None:
-        self.note(self.receiver.message(stream, message, self.now))
+        self.note(self.receiver.message(stream, split_chunk(message), self.now))
 
     def gone(self, stream: int) -> None:
         self.receiver.stream_ended(stream)
@@ -106,6 +114,9 @@ class Shard:
             if isinstance(action, Respond):
                 assert action.stream not in self.ends, "nothing follows the end"
                 self.responses[action.stream].append(action.message)
+                if self.acks_leave and action.message.HasField("ack"):
+                    accepted = action.message.ack.accepted_bytes
+                    self.receiver.acknowledged(action.stream, accepted)
             elif isinstance(action, EndStream):
                 assert action.stream not in self.ends
                 self.ends[action.stream] = action.fault

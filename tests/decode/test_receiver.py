@@ -7,9 +7,12 @@ from typing import Any
 import pytest
 
 from pd_grpc.decode import events as ev
-from pd_grpc.protocol.faults import Code, Fault, Reason
+from pd_grpc.protocol.faults import Code, Fault, Reason, bad_request
+from pd_grpc.protocol.sampling import FieldError
 from pd_grpc.v1 import layout_pb2, transfer_pb2, types_pb2
 from tests.decode.receiver_shard import EPOCH, LAYER, LAYOUT, TABLE, Shard
+
+NONSENSE = bad_request([FieldError("message", "is no protobuf")])
 
 
 def range_of(group: int, layers: tuple[int, int], blocks: tuple[int, int]) -> transfer_pb2.KvRange:
@@ -290,7 +293,7 @@ def test_messages_out_of_order_are_refused() -> None:
 def test_a_stream_nobody_opened_harms_no_grant() -> None:
     shard = Shard()
     shard.receiver.stream_began(8)
-    shard.note(shard.receiver.garbled(8))
+    shard.note(shard.receiver.unreadable(8, NONSENSE))
     assert shard.fault(8).reason is Reason.BAD_REQUEST
     assert shard.events == []
 
@@ -298,7 +301,7 @@ def test_a_stream_nobody_opened_harms_no_grant() -> None:
 def test_what_is_no_message_fails_the_transfer() -> None:
     shard = Shard()
     stream = shard.stream()
-    shard.note(shard.receiver.garbled(stream))
+    shard.note(shard.receiver.unreadable(stream, NONSENSE))
     assert shard.told().code is Code.INTERNAL
 
 

@@ -1,0 +1,76 @@
+"""What a shard takes from a sender, and how it says what is wrong."""
+
+from __future__ import annotations
+
+from pd_grpc.decode.sessions import transport_name
+from pd_grpc.protocol.faults import Fault, Reason, bad_request
+from pd_grpc.protocol.layout import KvLayout
+from pd_grpc.protocol.refs import name_errors, ref_errors
+from pd_grpc.protocol.sampling import FieldError
+from pd_grpc.v1 import layout_pb2, transfer_pb2
+
+
+def check_open(message: transfer_pb2.TransferOpen, decode_epoch: int) -> None:
+    """Fault when it is malformed, means another process or asks for what is not built."""
+    wrong = ref_errors(message.ref, "open.ref")
+    wrong += name_errors(message.grant_id, "open.grant_id", required=True)
+    if wrong:
+        raise bad_request(wrong)
+    if message.ref.decode_epoch != decode_epoch:
+        meant, here = str(message.ref.decode_epoch), str(decode_epoch)
+        text = "the transfer means another process of this decode instance"
+        raise Fault(Reason.STALE_EPOCH, text, {"meant": meant, "here": here})
+    if message.transport not in (layout_pb2.TRANSPORT_UNSPECIFIED, layout_pb2.TRANSPORT_INLINE):
+        name = transport_name(message.transport)
+        raise Fault(Reason.FEATURE, f"{name} is not supported", {"feature": name})
+    sizes = (getattr(message.sender, f"{kind}_size") for kind in ("tp", "pp", "cp", "dp"))
+    if max(sizes) > 1:
+        text = "a prefill of several ranks is not supported"
+        raise Fault(Reason.FEATURE, text, {"feature": "open.sender"})
+    if message.shard_index != 0:
+        raise bad_request([FieldError("open.shard_index", "must be 0: there is one shard")])
+
+
+def check_range(
+    chunk: transfer_pb2.KvChunk, payload_bytes: int, layout: KvLayout, wanted: int
+) -> None:
+    """Fault when a chunk's ranges are not within the layout and the `wanted` blocks, or its payload
+    has not their size."""
+    wrong = []
+    if chunk.group >= len(layout.groups):
+        wrong.append(FieldError("chunk.group", f"there are {len(layout.groups)}"))
+        raise bad_request(wrong)
+    layers = layout.groups[chunk.group].layers
+    if chunk.layer_count < 1 or chunk.layer_start + chunk.layer_count > layers:
+        wrong.append(FieldError("chunk.layer_start", f"the group has {layers} layers"))
+    if chunk.block_count < 1 or chunk.block_start + chunk.block_count > wanted:
+        wrong.append(FieldError("chunk.block_start", f"{wanted} blocks are wanted"))
+    size = chunk.layer_count * chunk.block_count * layout.layer_bytes(chunk.group)
+    if payload_bytes != size:
+        text = f"has {payload_bytes} bytes; the ranges take {size}"
+        wrong.append(FieldError("chunk.payload", text))
+    if chunk.HasField("descriptor"):
+        text = "chunk.descriptor is not supported"
+        raise Fault(Reason.FEATURE, text, {"feature": "descriptor"})
+    if wrong:
+        raise bad_request(wrong)
+
+
+def check_window(unacknowledged: int, payload_bytes: int, window_bytes: int) -> None:
+    """Fault when a sender goes on beyond its window: what it knows to be unacknowledged is never
+    less than what is so here. A chunk alone may be larger than the window."""
+    reached = unacknowledged + payload_bytes
+    if unacknowledged and reached > window_bytes:
+        text = f"{reached} bytes would be unacknowledged; the window is {window_bytes}"
+        raise bad_request([FieldError("chunk.payload", text)])
+
+
+def corrupt(chunk: transfer_pb2.KvChunk) -> Fault:
+    """A payload that is not what was sent."""
+    layers = f"[{chunk.layer_start}, {chunk.layer_start + chunk.layer_count})"
+    blocks = f"[{chunk.block_start}, {chunk.block_start + chunk.block_count})"
+    return Fault(
+        Reason.KV_CORRUPT,
+        f"checksum differs for layers {layers}, blocks {blocks} of group {chunk.group}",
+        {"group": str(chunk.group), "layers": layers, "blocks": blocks},
+    )
