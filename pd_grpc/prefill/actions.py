@@ -173,6 +173,18 @@ class EngineAlive:
 
 
 @dataclass(frozen=True)
+class SenderStuck:
+    """The bulk side has been silent too long: readiness off."""
+
+    fault: Fault
+
+
+@dataclass(frozen=True)
+class SenderAlive:
+    """The bulk side has said something after all: readiness on."""
+
+
+@dataclass(frozen=True)
 class Superseded:
     """A newer process of this name exists: readiness off, and drain."""
 
@@ -202,6 +214,8 @@ Action = (
     | Changed
     | EngineStuck
     | EngineAlive
+    | SenderStuck
+    | SenderAlive
     | Superseded
     | Drained
 )

@@ -214,9 +214,11 @@ class _Transfer:
     # What the stream says.
 
     def opened(self, verified: Sequence[Slab], window_bytes: int) -> None:
-        self._sender.opened(verified, window_bytes, self._clock.now())
+        news = self._sender.opened(verified, window_bytes, self._clock.now())
         self._watch()
         self._more.set()
+        if news:
+            self._tell(ev.KvAcked(self._key, self._shard, news, self._sender.acked_bytes))
 
     def acked(self, ranges: Sequence[Slab], accepted_bytes: int) -> None:
         self._sender.acked(ranges, accepted_bytes, self._clock.now())

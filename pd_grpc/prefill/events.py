@@ -145,6 +145,9 @@ class DrainRequested:
     deadline_s: float
 
 
+OfBulk = KvAcked | TransferCompleted | TransferBroken | TransferClosed
+"""What the bulk side says."""
+
 Event = (
     PrefillCalled
     | PrefillCallEnded

@@ -58,6 +58,14 @@ def send_plan(grant: Grant, shard: int, record: PrefillRecord, layout: KvLayout)
     )
 
 
+def shard_bytes(grant: Grant, shard: int, blocks: int, layout: KvLayout) -> int:
+    """Bytes that one shard is to get of the first `blocks` logical blocks."""
+    runs = _layers_of(grant.shards[shard], layout)
+    block_bytes = sum(layout.layer_bytes(run.group) * run.layers for run in runs)
+    wanted = sum(max(0, min(start + count, blocks) - start) for start, count in grant.wanted)
+    return wanted * block_bytes
+
+
 def _layers_of(shard: layout_pb2.Shard, layout: KvLayout) -> tuple[LayerRun, ...]:
     """The layers a shard holds; it counts them over all groups, we within each."""
     runs: list[LayerRun] = []

@@ -14,6 +14,7 @@ from pd_grpc.prefill.decode_faults import as_fault, end_state_fault
 from pd_grpc.prefill.events import AnyFault, FirstTokenAnswered, KvAcked, TransferBroken
 from pd_grpc.prefill.grants import send_plan
 from pd_grpc.prefill.requests import Requests, Timer
+from pd_grpc.prefill.sender_watch import SenderWatch
 from pd_grpc.prefill.sessions import backoff_s
 from pd_grpc.prefill.states import PrefillRecord, PrefillState, Stream
 from pd_grpc.prefill.validation import ModelLimits
@@ -57,6 +58,7 @@ class Handover:
         self._conversations = conversations
         self._fail = fail
         self._handed_off = handed_off
+        self.watch = SenderWatch(requests, config, limits.layout, conversations, fail)
 
     # --- KV ------------------------------------------------------------------------------------
 
@@ -103,7 +105,7 @@ class Handover:
         timers = self._requests.timers
         timers.set(Timer("reopen", record.key, event.shard), now + self._config.reconnect_min_s)
         if timers.at(Timer("kv", record.key)) is None:
-            timers.set(Timer("kv", record.key), now + self._config.kv_progress_s)
+            timers.set(Timer("kv", record.key), now + self._kv_progress_s(record))
 
     def reopen(self, key: TransferKey, shard: int, now: float) -> None:
         """The back-off of a broken stream is over. Without a session it waits for the next one."""
@@ -149,6 +151,7 @@ class Handover:
         )
         plan = send_plan(grant, shard, record, self._limits.layout)
         record.streams[shard] = Stream.OPEN
+        self.watch.opened(record)
         self._requests.do(
             OpenTransfer(
                 record.key,
@@ -157,7 +160,7 @@ class Handover:
                 grant.shards[shard].endpoint,
                 message,
                 plan,
-                self._config.kv_progress_s,
+                session.kv_progress_s,
                 record.left(now),
             )
         )
@@ -272,6 +275,10 @@ class Handover:
         sampling = replace(record.sampling, max_tokens=min(record.sampling.max_tokens, room))
         generated = record.request.generated_token_ids
         return StopRule(sampling, self._limits.eos_token_ids, self._tokenizer, generated)
+
+    def _kv_progress_s(self, record: PrefillRecord) -> float:
+        assert record.grant is not None
+        return self._conversations[record.grant.endpoint].kv_progress_s
 
     def _reachable(self, record: PrefillRecord) -> bool:
         return record.grant is not None and self._conversations.is_open(record.grant.endpoint)

@@ -10,6 +10,7 @@ from pd_grpc.prefill.compute import Compute
 from pd_grpc.prefill.handover import Handover
 from pd_grpc.prefill.placement import Placement
 from pd_grpc.prefill.requests import Requests, Timer
+from pd_grpc.prefill.sender_watch import SENDER
 from pd_grpc.prefill.states import PrefillRecord, PrefillState, Times
 from pd_grpc.prefill.validation import ModelLimits, check_prefill
 from pd_grpc.prefill.view import describe, handed_off, stage_of
@@ -78,6 +79,8 @@ class PrefillMachine:
 
     def handle(self, event: ev.Event, now: float) -> list[Action]:
         """Let something happen, and return what must be done about it."""
+        if isinstance(event, ev.OfBulk):
+            self.handover.watch.heard()
         self._dispatch(event, now)
         return self._settle(now)
 
@@ -100,6 +103,11 @@ class PrefillMachine:
         self.placement.releases.clear(now)
         self.conversations.leave("prefill instance stops", now)
         return self._settle(now)
+
+    @property
+    def stuck(self) -> Fault | None:
+        """Why nothing can be taken: the engine or the KV sender makes no progress."""
+        return self.compute.stuck or self.handover.watch.stuck
 
     def transfers(self, now: float) -> list[admin_pb2.TransferInfo]:
         """What is in flight, oldest first."""
@@ -152,6 +160,8 @@ class PrefillMachine:
         if timer.key is None:
             if timer == _DRAIN:
                 self._end_drain(now)
+            elif timer == SENDER:
+                self.handover.watch.stick(now)
             else:
                 self.compute.stick(now)
         elif timer.kind == "budget":
@@ -171,6 +181,7 @@ class PrefillMachine:
             self._drain(self._config.drain_s, now)
         while self.placement.pump(now) or self.compute.pump(now):
             pass
+        self.handover.watch.look(now)
         if self.draining and not self._drained and not self.requests.in_flight:
             self._drained = True
             self.requests.timers.cancel(_DRAIN)
@@ -197,8 +208,8 @@ class PrefillMachine:
         """Fault when a well-formed request cannot be taken now. A newer attempt ends an older."""
         if self.draining:
             raise Fault(Reason.DRAINING, f"prefill instance {self.instance.name} is draining")
-        if self.compute.stuck is not None:
-            raise self.compute.stuck
+        if self.stuck is not None:
+            raise self.stuck
         key = key_of(request.ref)
         newest = self.requests.newest(key.transfer_id, now)
         if key.attempt < newest:

@@ -193,12 +193,18 @@ class PrefillRuntime:
             log.warning("%s %s: %s", change.key, change.after.name, change.fault, extra=extra)
 
     def _note_health(
-        self, action: act.EngineStuck | act.EngineAlive | act.Superseded | act.Drained
+        self,
+        action: act.EngineStuck
+        | act.EngineAlive
+        | act.SenderStuck
+        | act.SenderAlive
+        | act.Superseded
+        | act.Drained,
     ) -> None:
         if isinstance(action, act.Drained):
             self.drained.set()
-        elif isinstance(action, act.EngineAlive):
-            if not self.machine.draining:
+        elif isinstance(action, act.EngineAlive | act.SenderAlive):
+            if not self.machine.draining and self.machine.stuck is None:
                 self._set_ready(True, "")
         else:
             log.error("not ready: %s", action.fault)

@@ -53,7 +53,7 @@ class TransferSender:
     ) -> None:
         self.plan = plan
         self.acked_bytes = 0
-        """Payload bytes that D has accepted, over all streams."""
+        """Payload bytes that D has verified, over all streams."""
         self._block_size = layout.block_size
         self._all_blocks = layout.blocks_for(plan.tokens)
         self._chunk_bytes = chunk_bytes
@@ -95,19 +95,20 @@ class TransferSender:
             layer.state = layer.state.replace(bytes([_SENT]), bytes([_UNSENT]))
             layer.first_unsent = 0
 
-    def opened(self, verified: Iterable[Slab], window_bytes: int, now: float) -> None:
-        """The shard has answered; `verified` need not be sent again."""
+    def opened(self, verified: Iterable[Slab], window_bytes: int, now: float) -> list[Slab]:
+        """The shard has answered; `verified` need not be sent again. Returns those of them whose
+        acknowledgement was lost with an earlier stream."""
         self._open = True
         self._window_bytes = window_bytes
         self._heard_at = now
-        self._mark_verified(verified)
+        return [slab for slab in verified if self._mark_verified(slab)]
 
     def acked(self, ranges: Iterable[Slab], accepted_bytes: int, now: float) -> None:
         """The shard has verified `ranges`; `accepted_bytes` on this stream so far."""
         self._heard_at = now
-        self.acked_bytes += max(0, accepted_bytes - self._stream_accepted)
         self._stream_accepted = max(self._stream_accepted, accepted_bytes)
-        self._mark_verified(ranges)
+        for slab in ranges:
+            self._mark_verified(slab)
 
     def completed(self) -> None:
         """The shard has everything."""
@@ -192,12 +193,16 @@ class TransferSender:
         slab = Slab(first.group, first.layer, count, self._block_at(place), blocks)
         return slab, count * blocks * first.block_bytes
 
-    def _mark_verified(self, ranges: Iterable[Slab]) -> None:
-        for slab in ranges:
-            place = self._place_of(slab.block)
-            end = self._place_of(slab.block + slab.blocks)
-            for layer in self._layers_of(slab):
-                layer.state[place:end] = bytes([_VERIFIED]) * (end - place)
+    def _mark_verified(self, slab: Slab) -> bool:
+        """Note what D has; whether any of it was news."""
+        before = self.acked_bytes
+        place = self._place_of(slab.block)
+        end = self._place_of(slab.block + slab.blocks)
+        for layer in self._layers_of(slab):
+            news = end - place - layer.state.count(_VERIFIED, place, end)
+            layer.state[place:end] = bytes([_VERIFIED]) * (end - place)
+            self.acked_bytes += news * layer.block_bytes
+        return self.acked_bytes > before
 
     def _layers_of(self, slab: Slab) -> list[_Layer]:
         names = ((slab.group, slab.layer + i) for i in range(slab.layers))

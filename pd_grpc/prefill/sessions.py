@@ -153,6 +153,11 @@ class DecodeSession:
         return self.welcome.instance
 
     @property
+    def kv_progress_s(self) -> float:
+        """Longest silence of a shard while KV is unacknowledged, as D has it."""
+        return seconds(self.welcome.kv_progress) or self._timeouts.kv_progress_s
+
+    @property
     def users(self) -> frozenset[object]:
         """Who is bound to this D."""
         return frozenset(self._users)

@@ -141,6 +141,18 @@ def test_a_window_smaller_than_a_chunk_makes_smaller_chunks() -> None:
     assert drain(made) == [Slab(0, 0, 1, 0, 2)]
 
 
+def test_an_acknowledgement_that_was_lost_counts_once_the_shard_is_open_again() -> None:
+    made = opened(sender(layers=1, chunk_blocks=1))
+    compute(made, 16, layers=1)
+    assert len(drain(made)) == 4
+    made.acked([Slab(0, 0, 1, 0, 1)], LAYER_BYTES, 1)
+    made.broken()
+    made.opening(2)
+    known, lost = Slab(0, 0, 1, 0, 1), Slab(0, 0, 1, 1, 2)
+    assert made.opened([known, lost], 100 * LAYER_BYTES, 2) == [lost]
+    assert made.acked_bytes == 3 * LAYER_BYTES
+
+
 def test_after_a_break_only_what_d_lacks_is_sent_again() -> None:
     made = opened(sender(layers=1, chunk_blocks=1))
     compute(made, 16, layers=1)
