@@ -44,7 +44,8 @@ def as_fault(fault: Fault | TransportFault, endpoint: str, stage: str) -> Fault:
 def another_may_do(fault: Fault | TransportFault) -> bool:
     """Whether it is worth asking another D."""
     if isinstance(fault, Fault):
-        return fault.retry is Retry.OTHER
+        # What this D lacks another may have, though the same one never will.
+        return fault.retry is Retry.OTHER or fault.reason is Reason.FEATURE
     return fault.peer_lost
 
 

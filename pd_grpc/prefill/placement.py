@@ -96,12 +96,11 @@ class Placement:
 
     def _ask(self, record: PrefillRecord, session: DecodeSession, now: float) -> None:
         left = record.left(now)
-        generated = len(record.request.generated_token_ids)
         request = decode_pb2.AllocateRequest(
             session_id=session.session_id,
             ref=_ref(record.key, session.instance.epoch),
             prompt_tokens=len(record.tokens),
-            max_new_tokens=record.request.sampling.max_tokens - generated,
+            max_new_tokens=record.max_new_tokens,
             prompt_digest=prompt_digest(record.tokens),
             sampling=record.request.sampling,
             max_wait=duration(left),
@@ -239,4 +238,14 @@ def _objection(record: PrefillRecord, session: DecodeSession) -> Fault | None:
         )
     if session.draining:
         return Fault(Reason.DRAINING, f"decode instance {name} is draining")
+    if record.sampling.logprobs is not None and "logprobs" not in session.welcome.features:
+        text = f"sampling.logprobs is not supported by {name}"
+        return Fault(Reason.FEATURE, text, {"feature": "sampling.logprobs"})
+    tokens, most = record.most_tokens, session.welcome.max_model_len
+    if most and tokens > most:
+        return Fault(
+            Reason.TOO_LARGE,
+            f"prompt plus max_tokens needs {tokens} tokens; {name} takes at most {most}",
+            {"needed": str(tokens), "total": str(most), "unit": "tokens"},
+        )
     return None

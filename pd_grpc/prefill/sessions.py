@@ -13,10 +13,12 @@ from pd_grpc.protocol.faults import Fault, Reason, TransportFault
 from pd_grpc.protocol.layout import KvLayout
 from pd_grpc.protocol.messages import layout_from_proto, seconds
 from pd_grpc.protocol.timers import Timers
-from pd_grpc.v1 import decode_pb2, types_pb2
+from pd_grpc.v1 import decode_pb2, layout_pb2, types_pb2
 
 SILENT_HEARTBEATS = 2
 """A session on which D said nothing for this many heartbeats is broken."""
+
+_OFFERED = (layout_pb2.TRANSPORT_UNSPECIFIED, layout_pb2.TRANSPORT_INLINE)
 
 _TURNED_AWAY = frozenset(
     {Reason.STALE_EPOCH, Reason.WRONG_INSTANCE, Reason.LAYOUT_MISMATCH, Reason.FEATURE}
@@ -320,6 +322,20 @@ class DecodeSession:
                 f"the KV layout of {self.endpoint} differs in {first.field}: "
                 f"{first.ours} here, {first.theirs} there",
                 {"field": first.field, "ours": first.ours, "theirs": first.theirs},
+            )
+        if welcome.transport not in _OFFERED:
+            known = welcome.transport in layout_pb2.Transport.values()
+            name = layout_pb2.Transport.Name(welcome.transport) if known else welcome.transport
+            return Fault(
+                Reason.LAYOUT_MISMATCH,
+                f"{self.endpoint} chose transport {name}, which was not offered",
+                {"field": "transport", "ours": "TRANSPORT_INLINE", "theirs": str(name)},
+            )
+        if welcome.first_token_by_decode:
+            return Fault(
+                Reason.FEATURE,
+                f"{self.endpoint} wants to sample the first token itself, which is not supported",
+                {"feature": "first_token_by_decode"},
             )
         if self._name and welcome.instance.name != self._name:
             return Fault(

@@ -159,9 +159,19 @@ class PrefillRecord:
         return self.request.decodes[self.choice]
 
     @property
+    def max_new_tokens(self) -> int:
+        """Tokens that may still be generated, the first included."""
+        return self.sampling.max_tokens - len(self.request.generated_token_ids)
+
+    @property
+    def most_tokens(self) -> int:
+        """Prompt and output together, at the most."""
+        return len(self.tokens) + self.max_new_tokens
+
+    @property
     def kv_needed(self) -> bool:
         """Whether D can need the KV: not when one token is all that may follow."""
-        return self.sampling.max_tokens - len(self.request.generated_token_ids) > 1
+        return self.max_new_tokens > 1
 
     @property
     def blocks_in_use(self) -> bool:

@@ -54,27 +54,34 @@ class Decode:
         self.epoch = epoch
         self.sessions = 0
 
-    def welcome(self) -> decode_pb2.SessionResponse:
+    def welcome(self, **fields: object) -> decode_pb2.SessionResponse:
+        """The welcome of the next session; `fields` differ from the usual."""
         self.sessions += 1
-        return decode_pb2.SessionResponse(
-            welcome=decode_pb2.Welcome(
-                instance=types_pb2.Instance(
-                    name=self.name, epoch=self.epoch, role=types_pb2.ROLE_DECODE
-                ),
-                session_id=f"{self.name}-s{self.sessions}",
-                layout=layout_to_proto(LAYOUT),
-                transport=layout_pb2.TRANSPORT_INLINE,
-                lease=duration(15),
-                grace=duration(1),
-                heartbeat=duration(5),
-            )
-        )
+        usual: dict[str, object] = {
+            "instance": types_pb2.Instance(
+                name=self.name, epoch=self.epoch, role=types_pb2.ROLE_DECODE
+            ),
+            "session_id": f"{self.name}-s{self.sessions}",
+            "layout": layout_to_proto(LAYOUT),
+            "transport": layout_pb2.TRANSPORT_INLINE,
+            "lease": duration(15),
+            "grace": duration(1),
+            "heartbeat": duration(5),
+        }
+        welcome = decode_pb2.Welcome(**{**usual, **fields})  # type: ignore[arg-type]
+        return decode_pb2.SessionResponse(welcome=welcome)
 
 
 class World:
     """Drives a machine. Every action it returns is kept in `actions`; `take` picks some out."""
 
-    def __init__(self, num_blocks: int = 64, max_model_len: int = 2000, **settings: object) -> None:
+    def __init__(
+        self,
+        num_blocks: int = 64,
+        max_model_len: int = 2000,
+        features: tuple[str, ...] = (),
+        **settings: object,
+    ) -> None:
         self.config = PrefillConfig.model_validate(
             {
                 "chunk_tokens": 8,
@@ -90,7 +97,7 @@ class World:
             vocab_size=1000,
             max_model_len=max_model_len,
             num_blocks=num_blocks,
-            features=frozenset(),
+            features=frozenset(features),
             eos_token_ids=frozenset({EOS}),
         )
         instance = types_pb2.Instance(name="p", epoch=50, role=types_pb2.ROLE_PREFILL)
@@ -142,10 +149,11 @@ class World:
         self.feed(ev.PrefillCalled(call, request, budget_s))
         return call
 
-    def connect(self, endpoint: str = D1) -> None:
+    def connect(self, endpoint: str = D1, **welcome: object) -> None:
         """D welcomes the session that was opened last."""
         opened = [a for a in self.taken(act.OpenSession) if a.endpoint == endpoint][-1]
-        self.feed(ev.SessionMessage(endpoint, opened.link, self.decodes[endpoint].welcome()))
+        said = self.decodes[endpoint].welcome(**welcome)
+        self.feed(ev.SessionMessage(endpoint, opened.link, said))
 
     def say(self, endpoint: str = D1, **message: object) -> None:
         """D says something on its session."""

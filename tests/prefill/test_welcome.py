@@ -1,0 +1,106 @@
+"""What D says of itself in its Welcome, and what P makes of it."""
+
+from __future__ import annotations
+
+import pytest
+
+from pd_grpc.prefill import actions as act
+from pd_grpc.prefill import events as ev
+from pd_grpc.prefill.states import PrefillState
+from pd_grpc.protocol.faults import Reason
+from pd_grpc.protocol.messages import duration
+from pd_grpc.protocol.refs import TransferKey
+from pd_grpc.v1 import decode_pb2, layout_pb2, sampling_pb2
+from tests.prefill.world import D1, D2, GONE, World, settle
+
+T1 = TransferKey("t-1", 1)
+
+
+@pytest.mark.parametrize(
+    ("transport", "named"), [(layout_pb2.TRANSPORT_NIXL, "TRANSPORT_NIXL"), (99, "99")]
+)
+def test_a_transport_that_was_not_offered_is_turned_down(
+    world: World, transport: layout_pb2.Transport, named: str
+) -> None:
+    call = world.call(decodes=(D1, D2))
+    world.connect(D1, transport=transport)
+    assert world.emitted(call) == ["queued", "placing"]
+    world.connect(D2, transport=transport)
+    fault = world.fault(call)
+    assert fault.reason is Reason.LAYOUT_MISMATCH
+    assert (fault.metadata["field"], fault.metadata["theirs"]) == ("transport", named)
+
+
+def test_a_d_that_samples_the_first_token_itself_is_turned_down(world: World) -> None:
+    call = world.call(decodes=(D1, D2))
+    world.connect(D1, first_token_by_decode=True)
+    assert world.emitted(call) == ["queued", "placing"]
+    world.connect(D2, first_token_by_decode=True)
+    fault = world.fault(call)
+    assert fault.reason is Reason.FEATURE
+    assert fault.metadata["feature"] == "first_token_by_decode"
+
+
+def test_a_d_that_waits_for_its_client_needs_nothing_of_p(world: World) -> None:
+    world.call()
+    world.connect(grant_needs_client=True)
+    assert world.state() is PrefillState.ALLOCATING
+
+
+def test_p_lists_what_its_engine_can_do() -> None:
+    world = World(features=("logprobs",))
+    world.call()
+    assert list(world.taken(act.OpenSession)[0].hello.features) == ["logprobs"]
+    settle(world)
+
+
+def test_logprobs_go_to_a_d_that_has_them() -> None:
+    world = World(features=("logprobs",))
+    sampling = sampling_pb2.SamplingParams(logprobs=2)
+    call = world.call(decodes=(D1, D2), sampling=sampling)
+    world.connect(D1)
+    assert world.emitted(call) == ["queued", "placing"]
+    world.connect(D2, features=["logprobs"])
+    assert world.ask().endpoint == D2
+    settle(world)
+
+
+def test_logprobs_that_no_d_has_are_refused_by_name_without_asking() -> None:
+    world = World(features=("logprobs",))
+    call = world.call(sampling=sampling_pb2.SamplingParams(logprobs=2))
+    world.connect(D1)
+    fault = world.fault(call)
+    assert (fault.reason, fault.metadata["feature"]) == (Reason.FEATURE, "sampling.logprobs")
+    assert world.taken(act.SendAllocate) == []
+    assert world.releases() == [(D1, Reason.FEATURE)]
+    settle(world)
+
+
+def test_more_than_ds_model_takes_is_refused_without_asking(world: World) -> None:
+    fits = world.call("t-1", tokens=20, max_tokens=16)
+    over = world.call("t-2", tokens=21, max_tokens=16)
+    world.connect(max_model_len=36)
+    assert world.emitted(fits) == ["queued"]
+    fault = world.fault(over)
+    assert fault.reason is Reason.TOO_LARGE
+    assert (fault.metadata["needed"], fault.metadata["total"]) == ("37", "36")
+    assert [asked.key.transfer_id for asked in world.taken(act.SendAllocate)] == ["t-1"]
+
+
+def test_the_patience_with_a_shard_is_what_d_says() -> None:
+    world = World(kv_progress_s=10)
+    call = world.call()
+    world.connect(kv_progress=duration(3))
+    world.grant()
+    assert world.taken(act.OpenTransfer)[-1].progress_s == 3
+    world.step()
+    world.answer_first_token()
+    world.feed(ev.TransferBroken(T1, 0, GONE))
+    for _ in range(4):
+        world.say(heartbeat_ack=decode_pb2.HeartbeatAck())
+        assert not world.state().terminal
+        world.advance(0.8)
+        if not world.state().terminal:
+            world.feed(ev.TransferBroken(T1, 0, GONE))
+    assert world.fault(call).reason is Reason.STAGE_DEADLINE
+    settle(world)
