@@ -15,12 +15,15 @@ from pd_grpc.prefill.states import PrefillRecord, PrefillState, Times
 from pd_grpc.prefill.validation import ModelLimits, check_prefill
 from pd_grpc.prefill.view import describe, handed_off, stage_of
 from pd_grpc.protocol.config import PrefillConfig
-from pd_grpc.protocol.faults import Fault, Quota, Reason, stage_deadline
+from pd_grpc.protocol.faults import Fault, Reason, stage_deadline
 from pd_grpc.protocol.refs import TransferKey, key_of
 from pd_grpc.protocol.sampling import Sampling
 from pd_grpc.v1 import admin_pb2, prefill_pb2, types_pb2
 
 _DRAIN = Timer("drain")
+
+RETRY_AFTER_S = 0.25
+"""When to try again at the earliest, as a request is told that finds the queue full."""
 
 
 class PrefillMachine:
@@ -228,7 +231,7 @@ class PrefillMachine:
         waiting = self.placement.pool.waiting_for(request.decodes[0].endpoint)
         if waiting >= self._config.prefill_queue:
             text = f"{waiting} requests wait for {request.decodes[0].endpoint} here"
-            raise Fault(Reason.QUEUE_FULL, text, quota=Quota(1, 0))
+            raise Fault(Reason.QUEUE_FULL, text, retry_after_s=RETRY_AFTER_S)
 
     def _supersede(self, older: PrefillRecord, newer: TransferKey, now: float) -> None:
         fault = Fault(

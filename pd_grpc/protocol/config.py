@@ -77,7 +77,7 @@ class Sizes(_Section):
     tombstones: int = Field(65536, ge=1, description="ended transfers remembered")
     prepare_window: int = Field(32, ge=1, description="Allocates in flight per D")
     prepare_total: int = Field(256, ge=1, description="Allocates in flight in total")
-    prefill_queue: int = Field(1024, ge=1, description="requests that may wait on P")
+    prefill_queue: int = Field(1024, ge=1, description="requests that may wait on P for one D")
     prepare_ahead: int = Field(
         0, ge=0, description="grants not yet computed; 0 means twice P's batch"
     )

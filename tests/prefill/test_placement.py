@@ -234,7 +234,10 @@ def test_requests_beyond_the_queue_are_refused_and_only_for_that_d() -> None:
     world = World(prefill_queue=2)
     for n in range(2):
         world.call(f"t-{n}")
-    assert world.fault(world.call("t-3")).reason is Reason.QUEUE_FULL
+    fault = world.fault(world.call("t-3"))
+    assert fault.reason is Reason.QUEUE_FULL
+    # It is about requests, and says nothing of blocks.
+    assert fault.retry_after_s == 0.25 and fault.quota is None
     other = world.call("t-4", decodes=(D2,))
     assert world.emitted(other) == ["queued"]
 
