@@ -36,6 +36,11 @@ class BlockState(enum.IntEnum):
 _UNHELD = (BlockState.FREE, BlockState.CACHED)
 
 
+def blocks_for(tokens: int, block_size: int) -> int:
+    """Blocks that hold so many tokens."""
+    return -(-tokens // block_size)
+
+
 class NoBlocks(Exception):
     """`needed` blocks were asked for and only `free` could be had; nothing was taken."""
 

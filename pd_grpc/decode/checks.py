@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from pd_grpc.blocks.pool import blocks_for
 from pd_grpc.decode.transfer import ClientLeg, Transfer
 from pd_grpc.protocol.config import EngineConfig
 from pd_grpc.protocol.faults import Fault, Reason, bad_request
@@ -34,7 +35,7 @@ class Limits:
 
     def blocks_for(self, tokens: int) -> int:
         """Blocks that hold `tokens` tokens."""
-        return -(-tokens // self.block_size)
+        return blocks_for(tokens, self.block_size)
 
 
 def limits_of(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pd_grpc.blocks.pool import BlockState
 from pd_grpc.decode.actions import RunStep, SetReady, StepPlan, TokenOut
+from pd_grpc.decode.deadlines import OfServer
 from pd_grpc.decode.events import StepDone, StepFailed
 from pd_grpc.decode.handoff import HandOff
 from pd_grpc.decode.ledger import ENGINE, Ledger, hold_as
@@ -12,8 +13,6 @@ from pd_grpc.decode.transfer import Transfer
 from pd_grpc.engine.base import PrefillChunk, Sampled
 from pd_grpc.protocol.faults import Fault, Reason
 from pd_grpc.v1 import types_pb2
-
-STEP_TIMER = ("engine", "step")
 
 
 class EngineDesk:
@@ -45,7 +44,7 @@ class EngineDesk:
             if transfer.computed_from is None and not transfer.handed_off:
                 transfer.computed_from = ledger.now
         ledger.in_step = frozenset(plan.prefill_grants + plan.decode_grants)
-        ledger.timers.set(STEP_TIMER, ledger.now + ledger.config.no_progress_s)
+        ledger.timers.set(OfServer.STEP, ledger.now + ledger.config.no_progress_s)
         ledger.act(RunStep(plan))
 
     def done(self, event: StepDone) -> None:
@@ -83,7 +82,7 @@ class EngineDesk:
             if transfer.handed_off or transfer.local:
                 ledger.end(transfer, DecodeState.FAILED, ledger.stuck)
         # What is handed over from now on waits as long.
-        ledger.timers.set(STEP_TIMER, ledger.now + ledger.config.no_progress_s)
+        ledger.timers.set(OfServer.STEP, ledger.now + ledger.config.no_progress_s)
 
     def _finish_step(self, step: int) -> StepPlan | None:
         ledger, plan = self._ledger, self._plan
@@ -92,7 +91,7 @@ class EngineDesk:
             return None
         self._plan = None
         ledger.in_step = frozenset()
-        ledger.timers.cancel(STEP_TIMER)
+        ledger.timers.cancel(OfServer.STEP)
         for grant_id in plan.prefill_grants + plan.decode_grants:
             ledger.stopped_writing(grant_id, ENGINE)
         if ledger.stuck is not None:

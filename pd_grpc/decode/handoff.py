@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from pd_grpc.blocks.pool import BlockState
 from pd_grpc.decode.actions import TokenOut
+from pd_grpc.decode.deadlines import TransferTimer
 from pd_grpc.decode.ledger import Ledger, hold_as
 from pd_grpc.decode.states import DecodeState
-from pd_grpc.decode.transfer import Transfer, Undelivered, finish_of
+from pd_grpc.decode.transfer import Transfer, Undelivered
 from pd_grpc.engine.stopping import Finish
 from pd_grpc.protocol.faults import Fault, Reason, stage_deadline
 from pd_grpc.v1 import decode_pb2
@@ -35,10 +36,10 @@ class HandOff:
         hold_as(transfer, BlockState.DECODING)
         if transfer.first is None:
             at = ledger.now + ledger.config.first_token_s
-            ledger.timers.set((transfer.grant_id, "first_token"), at)
+            ledger.set_timer(transfer, TransferTimer.FIRST_TOKEN, at)
         if transfer.client is None:
             at = ledger.now + ledger.config.attach_s
-            ledger.timers.set((transfer.grant_id, "attach"), at)
+            ledger.set_timer(transfer, TransferTimer.ATTACH, at)
         self._try(transfer)
 
     def first_token(self, transfer: Transfer, first: decode_pb2.FirstToken) -> None:
@@ -47,8 +48,8 @@ class HandOff:
             self._ledger.late()
             return
         transfer.first = first
-        self._ledger.timers.cancel((transfer.grant_id, "first_token"))
-        finish = finish_of(first.finish_reason)
+        self._ledger.cancel_timer(transfer, TransferTimer.FIRST_TOKEN)
+        finish = Finish.of_wire(first.finish_reason)
         if finish is not None and transfer.client is None:
             self._finish_unseen(transfer, finish)
         elif not self._show_first(transfer, tell_prefill=False):
@@ -56,7 +57,7 @@ class HandOff:
 
     def attached(self, transfer: Transfer) -> None:
         """The client's leg has come."""
-        self._ledger.timers.cancel((transfer.grant_id, "attach"))
+        self._ledger.cancel_timer(transfer, TransferTimer.ATTACH)
         if transfer.first is None or not self._show_first(transfer, tell_prefill=True):
             self._try(transfer)
 
@@ -95,7 +96,7 @@ class HandOff:
         first = transfer.first
         if first is None or transfer.client is None or transfer.output:
             return False
-        finish = finish_of(first.finish_reason)
+        finish = Finish.of_wire(first.finish_reason)
         return self.push(transfer, token_out(first), finish, tell_prefill=tell_prefill)
 
     def _finish_unseen(self, transfer: Transfer, finish: Finish) -> None:

@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Callable
 
 from pd_grpc.blocks.leases import Leases
-from pd_grpc.blocks.pool import BlockPool, BlockState, Holding
+from pd_grpc.blocks.pool import BlockPool, BlockState, Holding, blocks_for
 from pd_grpc.decode.actions import (
     Action,
     Changed,
@@ -22,6 +22,7 @@ from pd_grpc.decode.actions import (
     SessionSend,
 )
 from pd_grpc.decode.checks import draining
+from pd_grpc.decode.deadlines import OfServer, OfTransfer, TimerKey, TransferTimer
 from pd_grpc.decode.reservations import Reservations
 from pd_grpc.decode.scheduler import Scheduler
 from pd_grpc.decode.sessions import Sessions
@@ -36,10 +37,6 @@ from pd_grpc.protocol.timers import Timers
 from pd_grpc.protocol.tombstones import Tombstones
 from pd_grpc.v1 import decode_pb2, types_pb2
 
-TimerKey = tuple[str, str]
-"""(grant id or stream, what ends)."""
-
-DRAIN_TIMER = ("server", "drain")
 RECEIVER = "receiver"
 ENGINE = "engine"
 
@@ -93,7 +90,7 @@ class Ledger:
 
     def drain(self) -> decode_pb2.Drain:
         """What a P is told of the drain."""
-        until = self.timers.at(DRAIN_TIMER)
+        until = self.timers.at(OfServer.DRAIN)
         return decode_pb2.Drain(deadline=duration(0.0 if until is None else until - self.now))
 
     def of_key(self, key: TransferKey) -> Transfer | None:
@@ -136,7 +133,7 @@ class Ledger:
         self.transfers[transfer.grant_id] = transfer
         self._by_key[key] = transfer.grant_id
         self._attempts[key.transfer_id] = key.attempt
-        self.timers.set((transfer.grant_id, "budget"), transfer.budget_until)
+        self.set_budget(transfer, transfer.budget_until)
         self.counts[state] += 1
         self.act(Changed(key, None, state, None))
         return transfer
@@ -165,12 +162,20 @@ class Ledger:
     def set_budget(self, transfer: Transfer, until: float) -> None:
         """End it at `until` at the latest."""
         transfer.budget_until = until
-        self.timers.set((transfer.grant_id, "budget"), until)
+        self.set_timer(transfer, TransferTimer.BUDGET, until)
+
+    def set_timer(self, transfer: Transfer, timer: TransferTimer, at: float) -> None:
+        """Fire one of a transfer's timers at a time, instead of when it was to fire before."""
+        self.timers.set(OfTransfer(transfer.grant_id, timer), at)
+
+    def cancel_timer(self, transfer: Transfer, timer: TransferTimer) -> None:
+        """What it waited for has come."""
+        self.timers.cancel(OfTransfer(transfer.grant_id, timer))
 
     def grant(self, transfer: Transfer, holding: Holding | None) -> None:
         """Give a transfer its blocks; KV may come from now on."""
         transfer.holding = holding
-        self.timers.cancel((transfer.grant_id, "max_wait"))
+        self.cancel_timer(transfer, TransferTimer.MAX_WAIT)
         self.move(transfer, DecodeState.RESERVED)
         if transfer.local:
             return
@@ -178,7 +183,7 @@ class Ledger:
         if holding is not None:
             transfer.receiving = True
             assert transfer.prefill is not None
-            wanted = -(-transfer.prefill.request.prompt_tokens // self.config.block_size)
+            wanted = blocks_for(transfer.prefill.request.prompt_tokens, self.config.block_size)
             blocks = tuple(holding.blocks)
             owner = transfer.prefill.owner
             self.act(OpenReceive(transfer.grant_id, transfer.key, owner, blocks, wanted))
@@ -299,8 +304,8 @@ class Ledger:
     def _forget(self, transfer: Transfer) -> None:
         grant_id = transfer.grant_id
         self.leases.end(grant_id)
-        for name in ("budget", "max_wait", "first_token", "attach"):
-            self.timers.cancel((grant_id, name))
+        for timer in TransferTimer:
+            self.cancel_timer(transfer, timer)
         del self.transfers[grant_id]
         del self._by_key[transfer.key]
         if self._attempts.get(transfer.key.transfer_id) == transfer.key.attempt:

@@ -16,9 +16,17 @@ from pd_grpc.decode import events as ev
 from pd_grpc.decode.actions import Action, Drained, SessionSend
 from pd_grpc.decode.checks import draining, limits_of
 from pd_grpc.decode.client_desk import ClientDesk
-from pd_grpc.decode.engine_desk import STEP_TIMER, EngineDesk
+from pd_grpc.decode.deadlines import (
+    Grace,
+    OfServer,
+    OfTransfer,
+    Silence,
+    TimerKey,
+    TransferTimer,
+)
+from pd_grpc.decode.engine_desk import EngineDesk
 from pd_grpc.decode.handoff import HandOff
-from pd_grpc.decode.ledger import DRAIN_TIMER, RECEIVER, Ledger
+from pd_grpc.decode.ledger import RECEIVER, Ledger
 from pd_grpc.decode.prefill_desk import PrefillDesk
 from pd_grpc.decode.session_desk import SessionDesk
 from pd_grpc.decode.sessions import Offer, Sessions
@@ -136,32 +144,36 @@ class DecodeMachine:
         ledger = self.ledger
         for grant_id in ledger.leases.pop_expired(ledger.now):
             self._prefill.lease_expired(grant_id)
-        for name, what in ledger.timers.pop_due(ledger.now):
-            self._fire(name, what)
+        for key in ledger.timers.pop_due(ledger.now):
+            self._fire(key)
 
-    def _fire(self, name: str, what: str) -> None:
-        ledger = self.ledger
-        if (name, what) == STEP_TIMER:
-            self._engine.stuck()
-        elif (name, what) == DRAIN_TIMER:
-            self._drain_is_over()
-        elif what == "silent":
-            self._sessions.silent(int(name))
-        elif what == "grace":
-            self._sessions.session_over(name)
-        elif (transfer := ledger.transfers.get(name)) is not None:
-            self._fire_for(transfer, what)
+    def _fire(self, key: TimerKey) -> None:
+        match key:
+            case OfServer.STEP:
+                self._engine.stuck()
+            case OfServer.DRAIN:
+                self._drain_is_over()
+            case Silence(stream):
+                self._sessions.silent(stream)
+            case Grace(session_id):
+                self._sessions.session_over(session_id)
+            case OfTransfer(grant_id, timer):
+                # Another that was due at the same time may have ended it.
+                transfer = self.ledger.transfers.get(grant_id)
+                if transfer is not None:
+                    self._fire_for(transfer, timer)
 
-    def _fire_for(self, transfer: Transfer, what: str) -> None:
-        if what == "budget":
-            fault = stage_deadline(transfer.stage)
-            self.ledger.end(transfer, DecodeState.FAILED, fault)
-        elif what == "max_wait":
-            self._prefill.waited_long_enough(transfer)
-        elif what == "first_token":
-            self._handoff.no_first_token(transfer)
-        elif what == "attach":
-            self._handoff.nobody_came(transfer)
+    def _fire_for(self, transfer: Transfer, timer: TransferTimer) -> None:
+        match timer:
+            case TransferTimer.BUDGET:
+                fault = stage_deadline(transfer.stage)
+                self.ledger.end(transfer, DecodeState.FAILED, fault)
+            case TransferTimer.MAX_WAIT:
+                self._prefill.waited_long_enough(transfer)
+            case TransferTimer.FIRST_TOKEN:
+                self._handoff.no_first_token(transfer)
+            case TransferTimer.ATTACH:
+                self._handoff.nobody_came(transfer)
 
     # KV
 
@@ -215,8 +227,8 @@ class DecodeMachine:
     def _drain(self, event: ev.DrainRequested) -> None:
         ledger = self.ledger
         at = ledger.now + event.deadline_s
-        earlier = ledger.timers.at(DRAIN_TIMER)
-        ledger.timers.set(DRAIN_TIMER, at if earlier is None else min(at, earlier))
+        earlier = ledger.timers.at(OfServer.DRAIN)
+        ledger.timers.set(OfServer.DRAIN, at if earlier is None else min(at, earlier))
         if ledger.draining:
             return
         ledger.draining = True

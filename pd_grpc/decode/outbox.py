@@ -32,7 +32,7 @@ class TokenOutbox:
     ) -> None:
         """The answer is complete."""
         self._end = inference_pb2.GenerateResponse(
-            finish_reason=types_pb2.FinishReason.Name(reason.value),
+            finish_reason=reason.wire,
             usage=usage,
             timings=timings,
             decode_instance=self._instance,

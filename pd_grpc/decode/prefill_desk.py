@@ -6,6 +6,7 @@ from collections.abc import Iterable
 
 from pd_grpc.decode.actions import Answer, Refuse
 from pd_grpc.decode.checks import Limits, check_allocate, check_ref, draining, legs_differ
+from pd_grpc.decode.deadlines import TransferTimer
 from pd_grpc.decode.events import (
     AllocateCalled,
     AllocateCallEnded,
@@ -97,7 +98,7 @@ class PrefillDesk:
     def _await_blocks(self, transfer: Transfer, leg: PrefillLeg) -> None:
         """Until the first of its calls has waited long enough."""
         until = min(leg.calls.values())
-        self._ledger.timers.set((transfer.grant_id, "max_wait"), until)
+        self._ledger.set_timer(transfer, TransferTimer.MAX_WAIT, until)
 
     def _no_blocks(self, leg: PrefillLeg) -> Fault:
         needed = self._limits.blocks_for(leg.request.prompt_tokens + 1)
@@ -202,7 +203,7 @@ class PrefillDesk:
     def _leave_queue(self, transfer: Transfer, fault: Fault | None) -> None:
         ledger = self._ledger
         ledger.reservations.leave(transfer.grant_id)
-        ledger.timers.cancel((transfer.grant_id, "max_wait"))
+        ledger.cancel_timer(transfer, TransferTimer.MAX_WAIT)
         if transfer.client is not None:
             ledger.move(transfer, DecodeState.EXPECTED)
         self._abandon(transfer, fault)

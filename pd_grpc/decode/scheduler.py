@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
-from pd_grpc.blocks.pool import BlockPool, BlockState, NoBlocks
+from pd_grpc.blocks.pool import BlockPool, BlockState, NoBlocks, blocks_for
 from pd_grpc.decode.actions import StepPlan
 from pd_grpc.decode.states import DecodeState
 from pd_grpc.decode.transfer import Transfer
@@ -75,7 +75,7 @@ class Scheduler:
 
     def _resume(self) -> None:
         for transfer in _oldest_first(self._preempted.values()):
-            blocks = _blocks(len(transfer.tokens), self._config.block_size)
+            blocks = blocks_for(len(transfer.tokens), self._config.block_size)
             try:
                 holding = self._pool.reserve(blocks, BlockState.DECODING, transfer.grant_id)
             except NoBlocks:
@@ -143,7 +143,7 @@ class Scheduler:
         slot in this step, being older, keeps it."""
         holding = transfer.holding
         assert holding is not None
-        needed = _blocks(transfer.kv_tokens + 1, self._config.block_size)
+        needed = blocks_for(transfer.kv_tokens + 1, self._config.block_size)
         while len(holding.blocks) < needed:
             try:
                 holding.grow(needed - len(holding.blocks))
@@ -164,10 +164,6 @@ class Scheduler:
         self._preempted[victim.grant_id] = victim
         if victim.state is not DecodeState.PREEMPTED:
             self._preempt(victim)
-
-
-def _blocks(tokens: int, block_size: int) -> int:
-    return -(-tokens // block_size)
 
 
 def _oldest_first(transfers: Iterable[Transfer]) -> list[Transfer]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pd_grpc.decode.actions import AdmitSession, DismissPrefill, SessionEnd, SessionSend
 from pd_grpc.decode.checks import draining
+from pd_grpc.decode.deadlines import Grace, Silence
 from pd_grpc.decode.events import (
     GoodbyeReceived,
     HeartbeatReceived,
@@ -121,16 +122,16 @@ class SessionDesk:
 
     def _expect_heartbeat(self, stream: int) -> None:
         at = self._ledger.now + 2 * self._ledger.config.heartbeat_s
-        self._ledger.timers.set((str(stream), "silent"), at)
+        self._ledger.timers.set(Silence(stream), at)
 
     def _quiet(self, stream: int) -> None:
-        self._ledger.timers.cancel((str(stream), "silent"))
+        self._ledger.timers.cancel(Silence(stream))
 
     def _broken(self, session: Session) -> None:
         ledger = self._ledger
         ledger.sessions.broke(session)
         at = ledger.now + ledger.config.grace_s
-        ledger.timers.set((session.session_id, "grace"), at)
+        ledger.timers.set(Grace(session.session_id), at)
 
     def _renew(self, session: Session, grant_id: str) -> bool:
         transfer = self._ledger.transfers.get(grant_id)

@@ -130,11 +130,6 @@ class Undelivered:
     allocate: decode_pb2.AllocateRequest
 
 
-def finish_of(reason: types_pb2.FinishReason) -> Finish | None:
-    """The domain's reason for a wire reason; None for "not ended"."""
-    return Finish(reason) if reason else None
-
-
 def timings_of(transfer: Transfer) -> types_pb2.Timings | None:
     """Where the time before the first token went; None where a P computed it and knows better."""
     if transfer.computed_from is None or transfer.handed_off_at is None:

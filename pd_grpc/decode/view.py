@@ -5,6 +5,7 @@ from __future__ import annotations
 from google.protobuf.duration_pb2 import Duration
 
 from pd_grpc.decode.actions import Changed
+from pd_grpc.decode.deadlines import OfTransfer, TransferTimer
 from pd_grpc.decode.events import DrainRequested, OperatorReleased
 from pd_grpc.decode.runtime import DecodeRuntime
 from pd_grpc.decode.states import DecodeState
@@ -165,8 +166,8 @@ class DecodeView:
     def _next_timer(self, transfer: Transfer) -> tuple[str, float]:
         ledger = self._runtime.machine.ledger
         times = {
-            name: ledger.timers.at((transfer.grant_id, name))
-            for name in ("budget", "max_wait", "first_token", "attach")
+            timer.value: ledger.timers.at(OfTransfer(transfer.grant_id, timer))
+            for timer in TransferTimer
         }
         times["lease"] = ledger.leases.ends_at(transfer.grant_id)
         known = [(at, name) for name, at in times.items() if at is not None]

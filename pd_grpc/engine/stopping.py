@@ -8,13 +8,24 @@ from collections.abc import Collection, Sequence
 from pd_grpc.engine.base import Tokenizer
 from pd_grpc.engine.text import Detokenizer
 from pd_grpc.protocol.sampling import Sampling
+from pd_grpc.v1 import types_pb2
 
 
 class Finish(enum.Enum):
-    """Why an answer ended."""
+    """Why an answer ended; the values are those of `FinishReason` on the wire."""
 
-    STOP = 1
-    LENGTH = 2
+    STOP = types_pb2.FINISH_REASON_STOP
+    LENGTH = types_pb2.FINISH_REASON_LENGTH
+
+    @property
+    def wire(self) -> types_pb2.FinishReason:
+        """As it goes on the wire."""
+        return self.value
+
+    @classmethod
+    def of_wire(cls, reason: types_pb2.FinishReason) -> Finish | None:
+        """None for "not ended"; ValueError for a reason this version does not know."""
+        return cls(reason) if reason else None
 
 
 class StopRule:

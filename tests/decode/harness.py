@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from pd_grpc.blocks.pool import BlockPool, BlockState
 from pd_grpc.decode import actions as act
 from pd_grpc.decode import events as ev
+from pd_grpc.decode.deadlines import OfTransfer, TransferTimer
 from pd_grpc.decode.machine import DecodeMachine, Model
 from pd_grpc.decode.sessions import Offer
 from pd_grpc.decode.states import DecodeState
@@ -249,7 +250,8 @@ class Harness:
         for transfer in ledger.transfers.values():
             grant = transfer.grant_id
             assert not transfer.state.terminal
-            timers = [ledger.timers.at((grant, n)) for n in ("budget", "attach", "first_token")]
+            ends = (TransferTimer.BUDGET, TransferTimer.ATTACH, TransferTimer.FIRST_TOKEN)
+            timers = [ledger.timers.at(OfTransfer(grant, timer)) for timer in ends]
             assert any(timers) or grant in ledger.leases, f"nothing ends {transfer.key}"
             if transfer.state in (DecodeState.DECODING, DecodeState.PREEMPTED):
                 assert transfer.client is not None
@@ -273,8 +275,7 @@ class Harness:
         assert self.machine.ledger.leases.next() is None
 
     def _session_timers(self) -> int:
-        names = ("silent", "grace", "drain", "step")
-        return sum(what in names for _, what in self.machine.ledger.timers._at)
+        return sum(not isinstance(key, OfTransfer) for key in self.machine.ledger.timers._at)
 
     # Actions
 
