@@ -12,7 +12,7 @@ from pd_grpc.prefill.placement import Placement
 from pd_grpc.prefill.requests import Requests, Timer
 from pd_grpc.prefill.sender_watch import SENDER
 from pd_grpc.prefill.states import PrefillRecord, PrefillState, Times
-from pd_grpc.prefill.validation import ModelLimits, check_prefill
+from pd_grpc.prefill.validation import ModelLimits, check_prefill, tokens_of
 from pd_grpc.prefill.view import describe, handed_off, stage_of
 from pd_grpc.protocol.config import PrefillConfig
 from pd_grpc.protocol.faults import Fault, Reason, stage_deadline
@@ -195,13 +195,14 @@ class PrefillMachine:
     # --- a request comes -----------------------------------------------------------------------
 
     def _called(self, event: ev.PrefillCalled, now: float) -> None:
+        tokens = tokens_of(event.request)
         try:
-            sampling = check_prefill(event.request, self.instance.name, self._limits)
+            sampling = check_prefill(event.request, tokens, self.instance.name, self._limits)
             self._admit(event.request, now)
         except Fault as fault:
             self.requests.do(FailCall(event.call, fault))
             return
-        record = _record(event, sampling, now)
+        record = _record(event, tokens, sampling, now)
         self.requests.add(record, now)
         ahead = self.placement.place(record, now)
         queued = prefill_pb2.Queued(ahead=ahead)
@@ -307,14 +308,16 @@ class PrefillMachine:
             self._fail(record, fault, now, True)
 
 
-def _record(event: ev.PrefillCalled, sampling: Sampling, now: float) -> PrefillRecord:
+def _record(
+    event: ev.PrefillCalled, tokens: tuple[int, ...], sampling: Sampling, now: float
+) -> PrefillRecord:
     request = event.request
     return PrefillRecord(
         key=key_of(request.ref),
         call=event.call,
         request=request,
         sampling=sampling,
-        tokens=(*request.token_ids, *request.generated_token_ids),
+        tokens=tokens,
         deadline=now + max(0.0, event.budget_s),
         times=Times(now),
     )

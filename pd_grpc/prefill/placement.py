@@ -17,7 +17,7 @@ from pd_grpc.prefill.states import PrefillRecord, PrefillState
 from pd_grpc.prefill.validation import ModelLimits
 from pd_grpc.protocol.config import PrefillConfig
 from pd_grpc.protocol.faults import Fault, Reason
-from pd_grpc.protocol.messages import duration, prompt_digest
+from pd_grpc.protocol.messages import duration
 from pd_grpc.protocol.refs import TransferKey
 from pd_grpc.v1 import decode_pb2, prefill_pb2, types_pb2
 
@@ -101,7 +101,7 @@ class Placement:
             ref=_ref(record.key, session.instance.epoch),
             prompt_tokens=len(record.tokens),
             max_new_tokens=record.max_new_tokens,
-            prompt_digest=prompt_digest(record.tokens),
+            prompt_digest=record.prompt_digest,
             sampling=record.request.sampling,
             max_wait=duration(left),
             budget=duration(left),

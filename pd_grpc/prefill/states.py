@@ -5,11 +5,13 @@ from __future__ import annotations
 import enum
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from pd_grpc.blocks.pool import Holding
 from pd_grpc.engine.base import Sampled
 from pd_grpc.engine.stopping import Finish
 from pd_grpc.protocol.faults import Fault
+from pd_grpc.protocol.messages import prompt_digest
 from pd_grpc.protocol.refs import TransferKey
 from pd_grpc.protocol.sampling import Sampling
 from pd_grpc.v1 import layout_pb2, prefill_pb2, types_pb2
@@ -157,6 +159,11 @@ class PrefillRecord:
     def target(self) -> prefill_pb2.DecodeTarget:
         """The D that it turns to."""
         return self.request.decodes[self.choice]
+
+    @cached_property
+    def prompt_digest(self) -> bytes:
+        """Of `tokens`; made once, however many Ds are asked."""
+        return prompt_digest(self.tokens)
 
     @property
     def max_new_tokens(self) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from pd_grpc.protocol.faults import Fault, Reason, bad_request
@@ -32,8 +33,16 @@ class ModelLimits:
     eos_token_ids: frozenset[int]
 
 
-def check_prefill(request: prefill_pb2.PrefillRequest, name: str, limits: ModelLimits) -> Sampling:
-    """The sampling of a request that can be taken in by the instance `name`; Fault otherwise."""
+def tokens_of(request: prefill_pb2.PrefillRequest) -> tuple[int, ...]:
+    """Prompt and generated tokens: what is computed and sent."""
+    return (*request.token_ids[:], *request.generated_token_ids[:])
+
+
+def check_prefill(
+    request: prefill_pb2.PrefillRequest, tokens: Sequence[int], name: str, limits: ModelLimits
+) -> Sampling:
+    """The sampling of a request that can be taken in by the instance `name`; Fault otherwise.
+    `tokens` are its `tokens_of`, which is slow and wanted by others too."""
     if request.prefill_name not in ("", name):
         raise Fault(
             Reason.WRONG_INSTANCE,
@@ -45,7 +54,7 @@ def check_prefill(request: prefill_pb2.PrefillRequest, name: str, limits: ModelL
     wrong = [
         *ref_errors(request.ref),
         *name_errors(request.request_id, "request_id"),
-        *_token_errors(request, limits),
+        *_token_errors(request, tokens, limits),
         *sampling_errors(sampling),
         *_answer_errors(request, sampling),
         *_decode_errors(request),
@@ -66,18 +75,18 @@ def _check_features(request: prefill_pb2.PrefillRequest, limits: ModelLimits) ->
         )
 
 
-def _token_errors(request: prefill_pb2.PrefillRequest, limits: ModelLimits) -> list[FieldError]:
+def _token_errors(
+    request: prefill_pb2.PrefillRequest, tokens: Sequence[int], limits: ModelLimits
+) -> list[FieldError]:
     if not request.token_ids:
         return [FieldError("token_ids", "must have at least one token")]
-    tokens = len(request.token_ids) + len(request.generated_token_ids)
-    if tokens >= limits.max_model_len:
-        most = limits.max_model_len - 1
-        return [
-            FieldError("token_ids", f"{tokens} tokens with the output so far; at most {most} fit")
-        ]
+    if len(tokens) >= limits.max_model_len:
+        text = f"{len(tokens)} tokens with the output so far"
+        return [FieldError("token_ids", f"{text}; at most {limits.max_model_len - 1} fit")]
+    prompt = len(request.token_ids)
     return [
-        *token_errors(request.token_ids, limits.vocab_size, "token_ids"),
-        *token_errors(request.generated_token_ids, limits.vocab_size, "generated_token_ids"),
+        *token_errors(tokens[:prompt], limits.vocab_size, "token_ids"),
+        *token_errors(tokens[prompt:], limits.vocab_size, "generated_token_ids"),
     ]
 
 

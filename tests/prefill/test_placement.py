@@ -119,6 +119,17 @@ def test_a_d_that_was_never_reached_is_told_nothing(world: World) -> None:
     assert world.releases() == []
 
 
+def test_the_prompts_digest_is_made_once_for_every_d(world: World) -> None:
+    world.call(decodes=(D1, D2), tokens=9)
+    record = world.machine.requests.in_flight[TransferKey("t-1", 1)]
+    made = record.prompt_digest
+    world.connect(D1)
+    world.refuse(Fault(Reason.QUEUE_FULL, "full"))
+    world.connect(D2)
+    assert record.prompt_digest is made
+    assert [a.request.prompt_digest for a in world.taken(act.SendAllocate)] == [made, made]
+
+
 def test_a_lost_answer_is_given_back_before_another_d_is_asked(world: World) -> None:
     world.call(decodes=(D1, D2))
     world.connect(D1)

@@ -196,6 +196,7 @@ def test_the_first_token_outside_the_vocabulary_is_named_with_the_limit() -> Non
     assert token_errors([0, 99], 100, "token_ids") == []
     (wrong,) = token_errors([0, 100, 7, 200], 100, "token_ids")
     assert wrong.field == "token_ids[1]"
+    assert token_errors([], 100, "token_ids") == []
     assert "100 is outside" in wrong.description and "below 100" in wrong.description
 
 
