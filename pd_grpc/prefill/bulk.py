@@ -14,6 +14,7 @@ from typing import Any
 
 from pd_grpc.prefill import events as ev
 from pd_grpc.prefill.actions import OpenTransfer
+from pd_grpc.prefill.posting import post
 from pd_grpc.prefill.sender import TransferSender
 from pd_grpc.protocol.clock import Clock
 from pd_grpc.protocol.faults import Fault, TransportFault, stage_deadline
@@ -142,8 +143,7 @@ class BulkSender:
         await self._transport.stop()
 
     def _post(self, function: Callable[..., object], *args: Any) -> None:
-        if not self._loop.is_closed():
-            self._loop.call_soon_threadsafe(function, *args)
+        post(self._loop, function, *args)
 
     def _run(self) -> None:
         asyncio.set_event_loop(self._loop)

@@ -47,11 +47,6 @@ class Compute:
         self._step = 0
         self._plan: Plan | None = None
 
-    @property
-    def busy(self) -> bool:
-        """Whether a step is under way."""
-        return self._plan is not None
-
     def ready(self, record: PrefillRecord) -> None:
         """A request is prepared."""
         self._scheduler.add(record)

@@ -14,6 +14,7 @@ import grpc.aio
 
 from pd_grpc.prefill import actions as act
 from pd_grpc.prefill import events as ev
+from pd_grpc.prefill.posting import post
 from pd_grpc.protocol import rpc
 from pd_grpc.protocol.config import PrefillConfig
 from pd_grpc.protocol.refs import TransferKey
@@ -137,9 +138,7 @@ class DecodePeer:
         self._allocates[asked.key, asked.ask] = future
 
         def done(ended: grpc.Future[Any]) -> None:
-            # Nobody is left to tell once the loop has closed.
-            with contextlib.suppress(RuntimeError):
-                self._loop.call_soon_threadsafe(self._allocated, asked, connection, ended)
+            post(self._loop, self._allocated, asked, connection, ended)
 
         future.add_done_callback(done)
 

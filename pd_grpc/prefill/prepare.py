@@ -46,10 +46,6 @@ class PreparePool:
         """Grants not yet computed."""
         return len(self._granted)
 
-    def in_flight_to(self, endpoint: str) -> int:
-        """Allocates in flight to one D."""
-        return len(self._lanes[endpoint].asking) if endpoint in self._lanes else 0
-
     def waiting_for(self, endpoint: str) -> int:
         """Requests that wait for their turn to ask one D."""
         return len(self._lanes[endpoint].waiting) if endpoint in self._lanes else 0

@@ -39,6 +39,7 @@ class _Trace:
     send: Span | None = None
     first_token: Span | None = None
     shards: set[int] = field(default_factory=set)
+    computed_at: float | None = None
 
 
 class PrefillSpans:
@@ -73,6 +74,8 @@ class PrefillSpans:
             return
         if change.before is PrefillState.ALLOCATING and change.after is PrefillState.QUEUED:
             return  # It turns to an alternate D, which is still the same preparation.
+        if change.after is PrefillState.SENDING:
+            trace.computed_at = at
         name = _STAGES.get(change.after, "")
         if name != trace.stage_name:
             self._end(trace.stage, at, change.fault)
@@ -141,7 +144,10 @@ class PrefillSpans:
         if trace is None:
             return
         trace.shards.discard(event.shard)
-        if not trace.shards:
+        if not trace.shards and trace.send is not None:
+            # KV may be acknowledged before the last step is known to have ended.
+            exposed_s = 0.0 if trace.computed_at is None else at - trace.computed_at
+            trace.send.set_attribute(names.ATTR_EXPOSED_S, exposed_s)
             self._end(trace.send, at, None)
 
     def first_token(self, sent: act.SendFirstToken, at: float) -> Metadata:

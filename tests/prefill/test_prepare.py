@@ -20,7 +20,7 @@ def test_each_d_has_a_window_and_all_have_a_total() -> None:
     fill(pool, "a", range(4))
     fill(pool, "b", range(10, 14))
     assert pool.start(lambda _: True) == [key(0), key(1), key(10)]
-    assert (pool.in_flight, pool.in_flight_to("a"), pool.in_flight_to("b")) == (3, 2, 1)
+    assert (pool.in_flight, pool.waiting_for("a"), pool.waiting_for("b")) == (3, 2, 3)
     assert pool.start(lambda _: True) == []
 
 

@@ -69,6 +69,8 @@ async def test_a_request_is_one_tree_of_stages_that_agree_with_its_timings(
     assert all(is_child(span, root) for span in trace.named(QUEUE))
     assert is_child(trace.one(ALLOCATE), trace.one(PREPARE))
     timings = prefill.messages[-1].handed_off.timings
+    exposed_s = (trace.one("pd.send").attributes or {})["pd.exposed_s"]
+    assert exposed_s == pytest.approx(seconds(timings.exposed_send), abs=1e-3)
     for name, value in (
         (QUEUE, timings.queue),
         (PREPARE, timings.prepare),
