@@ -158,6 +158,9 @@ class Conversations:
         """Pass actions on, and act on notices."""
         for each in out:
             if isinstance(each, sessions.Opened):
+                if (twin := self._twin(session, now)) is not None:
+                    self._consume(session, session.refuse(_same(session, twin)), now)
+                    continue
                 self._placed.opened(session, now)
                 for record in self._bound(session):
                     if record.grant is not None:
@@ -182,6 +185,18 @@ class Conversations:
         if gone and self._sessions.get(session.endpoint) is session:
             del self._sessions[session.endpoint]
             self._requests.do(ForgetDecode(session.endpoint))
+
+    def _twin(self, session: DecodeSession, now: float) -> DecodeSession | None:
+        """Another session with the same process of D, by another address, that is in use. D keeps
+        one per P, so that each would end the other's; one that nobody uses is left."""
+        for other in self.all():
+            same = other.instance == session.instance and other is not session
+            if not same or other.phase is Phase.IDLE:
+                continue
+            if other.users:
+                return other
+            self._consume(other, other.leave("reached by another address"), now)
+        return None
 
     def _bound(self, session: DecodeSession) -> list[PrefillRecord]:
         """The requests of one D, oldest first."""
@@ -241,3 +256,13 @@ class Conversations:
             self._requests.late_events += 1
             return
         self._fail(record, ended_fault(ended), now, False)
+
+
+def _same(session: DecodeSession, twin: DecodeSession) -> Fault:
+    name = session.instance.name
+    return Fault(
+        Reason.WRONG_INSTANCE,
+        f"{session.endpoint} is {name}, which is in use here as {twin.endpoint}; "
+        "name it by one address",
+        {"field": "decodes.endpoint", "ours": twin.endpoint, "theirs": session.endpoint},
+    )

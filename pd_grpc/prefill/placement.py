@@ -12,7 +12,7 @@ from pd_grpc.prefill.grants import grant_problem, read_grant
 from pd_grpc.prefill.prepare import PreparePool
 from pd_grpc.prefill.releases import Releases
 from pd_grpc.prefill.requests import Requests
-from pd_grpc.prefill.sessions import DecodeSession
+from pd_grpc.prefill.sessions import DecodeSession, Phase
 from pd_grpc.prefill.states import PrefillRecord, PrefillState
 from pd_grpc.prefill.validation import ModelLimits
 from pd_grpc.protocol.config import PrefillConfig
@@ -143,9 +143,10 @@ class Placement:
 
     def _refused(self, record: PrefillRecord, fault: AnyFault, now: float) -> None:
         session = self.conversations[record.target.endpoint]
-        replaced = session.session_id != record.asked_session
-        if isinstance(fault, Fault) and fault.reason is Reason.NO_SESSION and replaced:
-            # The session was renewed while the call was under way: ask in the new one's name.
+        known = session.session_id == record.asked_session and session.phase is Phase.OPEN
+        if isinstance(fault, Fault) and fault.reason is Reason.NO_SESSION and not known:
+            # The session is being renewed, or was, while the call was under way: ask in the new
+            # one's name.
             record.asking = False
             self.pool.answered(record.key, granted=False)
             self._requests.move(record, PrefillState.QUEUED, now)

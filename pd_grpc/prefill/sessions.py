@@ -255,6 +255,11 @@ class DecodeSession:
                 out += [*self.leave("idle"), Left()]
         return out
 
+    def refuse(self, fault: Fault) -> list[Output]:
+        """Have nothing to do with this D, for what it said in its welcome."""
+        close = CloseSession(self.endpoint, self.link, graceful=False)
+        return [close, *self._become_idle(), Refused(fault, self._name)]
+
     def leave(self, reason: str) -> list[Output]:
         """Say goodbye, on purpose."""
         if self.phase is Phase.OPEN:
@@ -288,8 +293,7 @@ class DecodeSession:
     def _welcomed(self, welcome: decode_pb2.Welcome, now: float) -> list[Output]:
         fault = self._objection(welcome)
         if fault is not None:
-            close = CloseSession(self.endpoint, self.link, graceful=False)
-            return [close, *self._become_idle(), Refused(fault, self._name)]
+            return self.refuse(fault)
         out: list[Output] = []
         if self.instance.epoch not in (0, welcome.instance.epoch):
             out.append(self._lost(f"decode instance {self._who} was restarted"))
@@ -346,9 +350,9 @@ class DecodeSession:
         return None
 
     def _misspoke(self, what: str, now: float) -> list[Output]:
-        fault = Fault(Reason.WRONG_STATE, f"{self._who} broke the order of a session: {what}")
-        close = CloseSession(self.endpoint, self.link, graceful=False)
-        return [close, *self._become_idle(), Refused(fault, self._name)]
+        return self.refuse(
+            Fault(Reason.WRONG_STATE, f"{self._who} broke the order of a session: {what}")
+        )
 
     def _failed_to_connect(self, why: str, now: float) -> list[Output]:
         self._timers.cancel("connect")

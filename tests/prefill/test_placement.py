@@ -221,6 +221,18 @@ def test_a_session_renewed_under_an_allocate_asks_again_in_the_new_name(world: W
     assert second.link > first.link
 
 
+def test_an_allocate_refused_before_the_new_session_is_there_asks_again_then(
+    world: World,
+) -> None:
+    world.bring_to(PrefillState.ALLOCATING)
+    world.break_session()
+    world.refuse(Fault(Reason.NO_SESSION, "unknown session"))
+    assert world.state() is PrefillState.QUEUED
+    world.advance(0.1)
+    world.connect()
+    assert world.ask().request.session_id == "d1-s2"
+
+
 def test_an_allocate_outlives_a_session_that_comes_back(world: World) -> None:
     world.bring_to(PrefillState.ALLOCATING)
     world.break_session()

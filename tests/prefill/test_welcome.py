@@ -7,7 +7,7 @@ import pytest
 from pd_grpc.prefill import actions as act
 from pd_grpc.prefill import events as ev
 from pd_grpc.prefill.states import PrefillState
-from pd_grpc.protocol.faults import Reason
+from pd_grpc.protocol.faults import Fault, Reason
 from pd_grpc.protocol.messages import duration
 from pd_grpc.protocol.refs import TransferKey
 from pd_grpc.v1 import decode_pb2, layout_pb2, sampling_pb2
@@ -85,6 +85,40 @@ def test_more_than_ds_model_takes_is_refused_without_asking(world: World) -> Non
     assert fault.reason is Reason.TOO_LARGE
     assert (fault.metadata["needed"], fault.metadata["total"]) == ("37", "36")
     assert [asked.key.transfer_id for asked in world.taken(act.SendAllocate)] == ["t-1"]
+
+
+def test_a_d_in_use_by_another_address_is_turned_down_for_it_would_end_that_session() -> None:
+    world = World()
+    first = world.bring_to(PrefillState.COMPUTING)
+    world.decodes[D2] = world.decodes[D1]
+    second = world.call("t-2", decodes=(D2,))
+    world.connect(D2)
+    fault = world.fault(second)
+    assert fault.reason is Reason.WRONG_INSTANCE
+    assert (fault.metadata["ours"], fault.metadata["theirs"]) == (D1, D2)
+    # D took the newer session for the older one's successor; the older one comes back.
+    world.break_session(D1, Fault(Reason.SUPERSEDED, "a newer session took over"))
+    world.advance(0.1)
+    world.connect(D1)
+    world.step()
+    world.step()
+    world.answer_first_token()
+    world.complete()
+    assert world.emitted(first)[-1] == "OK"
+    settle(world)
+
+
+def test_an_address_that_nobody_uses_any_more_gives_way_to_another() -> None:
+    world = World()
+    world.call("t-1")
+    world.connect(D1)
+    world.refuse(Fault(Reason.RELEASED, "over"))
+    world.decodes[D2] = world.decodes[D1]
+    world.call("t-2", decodes=(D2,))
+    world.connect(D2)
+    assert world.state("t-2") is PrefillState.ALLOCATING
+    assert [forget.endpoint for forget in world.taken(act.ForgetDecode)] == [D1]
+    settle(world)
 
 
 def test_the_patience_with_a_shard_is_what_d_says() -> None:
