@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 from pd_grpc.engine.base import Engine, Tokenizer
 from pd_grpc.engine.model_error import ModelError
+from pd_grpc.engine.pool_size import check_pool
 from pd_grpc.protocol.config import EngineConfig
 
 __all__ = ["ModelError", "load_engine", "load_tokenizer"]
@@ -20,9 +21,10 @@ def load_engine(
     """
     _check_sizes(config)
     if config.engine == "sim":
-        from pd_grpc.engine.sim import SimEngine
+        from pd_grpc.engine.sim import SimEngine, sim_layout
 
         try:
+            check_pool(config.num_blocks, sim_layout(config).block_bytes)
             return SimEngine(config)
         except ValueError as error:
             field, _, text = str(error).partition(": ")

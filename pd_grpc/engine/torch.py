@@ -24,6 +24,7 @@ from pd_grpc.engine.model_error import ModelError
 from pd_grpc.engine.model_guard import check_attention, kv_shape, refuse_unsupported
 from pd_grpc.engine.model_source import ModelSource, find_model
 from pd_grpc.engine.paged_attention import ATTENTION_NAME, PagedKv, Run, Step
+from pd_grpc.engine.pool_size import check_pool
 from pd_grpc.engine.sampler import NotSampleable, sample
 from pd_grpc.engine.weights import load_weights, read_config, reading
 from pd_grpc.protocol.config import EngineConfig
@@ -166,6 +167,7 @@ def load_torch_engine(config: EngineConfig, progress: Callable[[str], None]) -> 
         progress("checking the attention")
         layout = _layout(source, model, config)
         check_attention(source.name, model, layout)
+    check_pool(config.num_blocks, layout.block_bytes)
     mib = config.num_blocks * layout.block_bytes / (1 << 20)
     progress(f"making a pool of {config.num_blocks} blocks, {mib:.0f} MiB")
     return TorchEngine(source.name, model, tokenizer, layout, config.num_blocks, max_model_len)
