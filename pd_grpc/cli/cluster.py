@@ -7,12 +7,10 @@ end tells the child that this process is gone, however it went.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import selectors
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -25,8 +23,10 @@ from typing import IO, TYPE_CHECKING
 
 import grpc
 
+from pd_grpc.cli.console import EXIT_FAILED, EXIT_USAGE
 from pd_grpc.protocol import rpc
 from pd_grpc.protocol.config import Sizes, Timeouts
+from pd_grpc.protocol.endpoints import PortInUse, check_can_listen
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -36,11 +36,22 @@ _READY_S = 30.0
 _LAST_ANSWERS_S = 3.0
 """What a server may take beyond its drain before it is killed."""
 _TAIL_LINES = 15
+_EXIT_PORT_IN_USE = 3
+_REFUSALS = (EXIT_USAGE, _EXIT_PORT_IN_USE)
+"""Statuses with which a server says in one line why it does not start."""
 _ROUTER_SERVICE = "pd_grpc.v1.InferenceService"
 
 
 class ClusterError(Exception):
-    """The cluster cannot start or go on; the message says why, with the last lines of a log."""
+    """The cluster cannot start or go on; the message says why, with the last lines of a log.
+
+    `status` is an exit status for the command: that of a server that refused to start (2 for a
+    setting or model that cannot be used, 3 for an address it cannot listen on), else 1.
+    """
+
+    def __init__(self, message: str, status: int = EXIT_FAILED) -> None:
+        super().__init__(message)
+        self.status = status
 
 
 @dataclass(frozen=True)
@@ -109,6 +120,13 @@ class LocalInstance:
         lines = self.log.read_text(errors="replace").splitlines()
         return "\n".join(f"  | {line}" for line in lines[-_TAIL_LINES:])
 
+    def refusal(self) -> str:
+        """Why it did not start, in its own words; empty when its log does not say."""
+        self.log_file.flush()
+        begin = f"pd-grpc serve {self.role}: "
+        log = self.log.read_text(errors="replace")
+        return log.rpartition(begin)[2].strip() if begin in log else ""
+
 
 class LocalCluster:
     """Starts a plan's processes, watches them, stops them; a context manager.
@@ -123,6 +141,7 @@ class LocalCluster:
         self._on_progress = on_progress
         self._selector = selectors.DefaultSelector()
         self._folder: Path | None = None
+        self._started = False
         self.instances: list[LocalInstance] = []
 
     @property
@@ -138,7 +157,11 @@ class LocalCluster:
     def start(self) -> None:
         """Start everything and return when the router takes requests. ClusterError if it cannot."""
         plan = self._plan
-        _check_port(plan.host, plan.port)
+        try:
+            # Before a model is loaded.
+            check_can_listen(plan.host, plan.port)
+        except PortInUse as error:
+            raise ClusterError(str(error), _EXIT_PORT_IN_USE) from error
         self._folder = Path(tempfile.mkdtemp(prefix="pd-grpc-"))
         for i in range(plan.decode):
             self._spawn("decode", f"decode-{i}", plan.engine_flags())
@@ -165,8 +188,7 @@ class LocalCluster:
         finally:
             self._kill()
 
-    def remove_logs(self) -> None:
-        """Delete the folder of the logs."""
+    def _remove_logs(self) -> None:
         if self._folder is not None:
             shutil.rmtree(self._folder)
             self._folder = None
@@ -174,13 +196,11 @@ class LocalCluster:
     def __enter__(self) -> Self:
         try:
             self.start()
-        except ClusterError:
-            self._kill()
-            raise
         except BaseException:
             self._kill()
-            self.remove_logs()
+            self._remove_logs()
             raise
+        self._started = True
         return self
 
     def __exit__(
@@ -192,7 +212,7 @@ class LocalCluster:
         """Logs are kept when a server failed, for they say why."""
         self.stop()
         if not isinstance(error, ClusterError):
-            self.remove_logs()
+            self._remove_logs()
 
     def _router_flags(self) -> list[str]:
         plan = self._plan
@@ -266,12 +286,17 @@ class LocalCluster:
             instance: LocalInstance = key.data
             self._take(instance)
             if instance.ended:
-                status = instance.process.wait()
-                raise ClusterError(
-                    f"{instance.name} (pid {instance.pid}) has ended, {_meaning(status)}; the end "
-                    f"of its log, {instance.log}:\n{instance.tail()}"
-                )
+                raise self._end_of(instance)
         return bool(events)
+
+    def _end_of(self, instance: LocalInstance) -> ClusterError:
+        status = instance.process.wait()
+        if not self._started and status in _REFUSALS and (why := instance.refusal()):
+            return ClusterError(f"{instance.name}: {why}", status)
+        text = f"{instance.name} (pid {instance.pid}) has ended, {_meaning(status)}"
+        end = f"the end of its log:\n{instance.tail()}"
+        kept = f"\nthe logs are kept in {self._folder}" if self._started else ""
+        return ClusterError(f"{text}; {end}{kept}")
 
     def _take(self, instance: LocalInstance) -> None:
         assert instance.process.stdout is not None
@@ -309,19 +334,6 @@ def _cores() -> int:
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
-
-
-def _check_port(host: str, port: int) -> None:
-    """Find out before a model is loaded that the router's port is taken."""
-    if not port:
-        return
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with contextlib.closing(socket.socket(family)) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((host, port))
-        except OSError as error:
-            raise ClusterError(f"cannot listen on {host}:{port}: {error.strerror}") from error
 
 
 def _meaning(status: int) -> str:

@@ -5,16 +5,39 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import NoReturn
 
 import typer
 from rich.console import Console
 
+from pd_grpc.protocol.endpoints import check_endpoint
 from pd_grpc.protocol.faults import Fault, TransportFault
 
 DEFAULT_ENDPOINT = "127.0.0.1:50050"
 
+EXIT_FAILED = 1
+EXIT_USAGE = 2
+
+
+def refuse(message: str) -> NoReturn:
+    """End the command because of how it was called, with one line that says what is wrong."""
+    say_error(message)
+    raise typer.Exit(EXIT_USAGE)
+
+
+def _check_endpoint(endpoint: str) -> str:
+    try:
+        return check_endpoint(endpoint)
+    except ValueError as error:
+        refuse(f"--endpoint {error}")
+
+
 Endpoint = typer.Option(
-    DEFAULT_ENDPOINT, "--endpoint", envvar="PD_ENDPOINT", help="host:port of the router."
+    DEFAULT_ENDPOINT,
+    "--endpoint",
+    envvar="PD_ENDPOINT",
+    callback=_check_endpoint,
+    help="host:port of the router.",
 )
 
 # Where nobody looks at a screen, tables keep their lines whole.

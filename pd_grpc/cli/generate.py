@@ -8,14 +8,15 @@ from typing import Any
 
 import typer
 
-from pd_grpc.cli.console import Endpoint, describe, say_error
-from pd_grpc.client import Answer, Client, Fault, Generation, Options, TransportFault
+from pd_grpc.cli.console import EXIT_FAILED, Endpoint, describe, refuse, say_error
+from pd_grpc.client import Answer, Client, Fault, Generation, Options, RequestError, TransportFault
 
 _STOP: list[str] = typer.Option([], help="A string that ends the answer; may be repeated.")
 
-EXIT_FAILED = 1
-EXIT_USAGE = 2
 EXIT_INTERRUPTED = 130
+
+# What the user calls an argument of the client's.
+_GIVEN_AS = {"text": "the prompt", "messages": "the prompt", "timeout_s": "--deadline"}
 
 
 def generate(
@@ -48,6 +49,8 @@ def generate(
         options["top_p"] = top_p
     if seed is not None:
         options["seed"] = seed
+    if not text:
+        refuse("the prompt is empty")
     prompt: dict[str, Any] = {"text": text} if raw else {"messages": [("user", text)]}
     try:
         with (
@@ -58,9 +61,9 @@ def generate(
     except (Fault, TransportFault) as error:
         say_error(describe(error, endpoint))
         raise typer.Exit(EXIT_FAILED) from error
-    except ValueError as error:
-        say_error(str(error))
-        raise typer.Exit(EXIT_USAGE) from error
+    except RequestError as error:
+        named = _GIVEN_AS.get(error.field, "--" + error.field.replace("_", "-"))
+        refuse(f"{named} {error.message}")
     except KeyboardInterrupt:
         raise typer.Exit(EXIT_INTERRUPTED) from None
     if as_json:

@@ -1,25 +1,31 @@
-"""The `pd-grpc` command."""
+"""The `pd-grpc` command: light, so that a signal in its first second finds a handler.
+
+Importing what the commands need takes a good part of a second, in which Python itself would answer
+Ctrl-C with a traceback.
+"""
 
 from __future__ import annotations
 
-import typer
+import signal
+import sys
+from types import FrameType
 
-from pd_grpc.cli.generate import generate
-from pd_grpc.cli.serve import serve
-from pd_grpc.cli.status import status
-from pd_grpc.cli.up import up
+_LASTING = ("up", "serve")
+"""Commands that run until they are told to stop, so that a signal is no failure of theirs."""
 
-app = typer.Typer(
-    name="pd-grpc",
-    help="Disaggregated prefill and decode over gRPC.",
-    no_args_is_help=True,
-    add_completion=False,
-    pretty_exceptions_enable=False,
-)
-app.command()(up)
-app.add_typer(serve, name="serve")
-app.command()(generate)
-app.command()(status)
+
+def app() -> None:
+    """Run the command that the arguments name."""
+    before = {signum: signal.signal(signum, _leave) for signum in (signal.SIGINT, signal.SIGTERM)}
+    from pd_grpc.cli.commands import run
+
+    run(before)
+
+
+def _leave(signum: int, frame: FrameType | None) -> None:
+    """Nothing has begun."""
+    raise SystemExit(0 if sys.argv[1:2] and sys.argv[1] in _LASTING else 128 + signum)
+
 
 if __name__ == "__main__":
     app()

@@ -11,6 +11,8 @@ from collections.abc import Sequence
 
 import typer
 
+from pd_grpc.cli.settings import ROLES, is_help, settings_help
+
 EXIT_NOT_INSTALLED = 2
 
 _LAST_ANSWERS_S = 3.0
@@ -53,6 +55,10 @@ def router(context: typer.Context) -> None:
 
 
 def _run(role: str, argv: Sequence[str]) -> int:
+    if is_help(argv):
+        # What a server needs may not be installed.
+        print(settings_help(ROLES[role]))
+        return 0
     try:
         server = importlib.import_module(f"pd_grpc.servers.{role}")
     except ModuleNotFoundError as error:

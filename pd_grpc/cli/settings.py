@@ -17,7 +17,7 @@ from typing import Any, Literal, NamedTuple, TypeVar, get_args, get_origin
 from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
-from pd_grpc.protocol.config import DecodeConfig, PrefillConfig, RouterConfig
+from pd_grpc.protocol.config import DecodeConfig, PrefillConfig, RouterConfig, ServerConfig
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -34,7 +34,11 @@ HELP_COLUMNS = 100
 # One environment and one TOML file serve processes of several roles, so a variable or key that
 # belongs to another role is no error; nor are the name of the TOML file and where the client
 # commands find the router. Any other unknown PD_* variable or key is one.
-ROLES = (PrefillConfig, DecodeConfig, RouterConfig)
+ROLES: Mapping[str, type[ServerConfig]] = {
+    "prefill": PrefillConfig,
+    "decode": DecodeConfig,
+    "router": RouterConfig,
+}
 OTHER_ENV = frozenset({CONFIG_ENV, "PD_ENDPOINT"})
 
 
@@ -83,7 +87,7 @@ def load_settings(
     Raises `SettingsError` for an unknown flag, key or `PD_*` variable, a value out of its bounds
     and a file that cannot be read.
     """
-    if not {"--help", "-h"}.isdisjoint(argv):
+    if is_help(argv):
         print(settings_help(cls))
         raise SystemExit(0)
     flags, config = _read_flags(cls, argv)
@@ -100,6 +104,11 @@ def load_settings(
         return cls.model_validate({name: s.value for name, s in settings.items()})
     except ValidationError as error:
         raise SettingsError("\n".join(_explain(error, cls, settings))) from None
+
+
+def is_help(argv: Sequence[str]) -> bool:
+    """Whether the settings themselves are asked for."""
+    return not {"--help", "-h"}.isdisjoint(argv)
 
 
 def settings_table(cls: type[BaseModel]) -> list[SettingRow]:
@@ -197,7 +206,7 @@ def _flag_pairs(
 
 def _read_env(cls: type[BaseModel], environ: Mapping[str, str]) -> dict[str, _Setting]:
     fields = {env_of(name): name for name in cls.model_fields}
-    others = OTHER_ENV.union(env_of(name) for role in ROLES for name in role.model_fields)
+    others = OTHER_ENV.union(env_of(name) for role in ROLES.values() for name in role.model_fields)
     found: dict[str, _Setting] = {}
     for variable in sorted(v for v in environ if v.startswith(ENV_PREFIX)):
         if variable in fields:
@@ -223,7 +232,7 @@ def _read_toml(cls: type[BaseModel], path: Path, named_by: str) -> dict[str, _Se
         raise SettingsError(f"{path} is not UTF-8: {error.reason}") from None
     except tomllib.TOMLDecodeError as error:
         raise SettingsError(f"{path} is not TOML: {error}") from None
-    known = {*cls.model_fields, *(name for role in ROLES for name in role.model_fields)}
+    known = {*cls.model_fields, *(name for role in ROLES.values() for name in role.model_fields)}
     for key in table:
         if key not in known:
             raise SettingsError(f"unknown key {key} in {path}{_did_you_mean(key, known)}")

@@ -9,12 +9,10 @@ import grpc
 import typer
 from rich.table import Table
 
-from pd_grpc.cli.console import Endpoint, describe, say_error, stdout
+from pd_grpc.cli.console import EXIT_FAILED, Endpoint, describe, say_error, stdout
 from pd_grpc.protocol import rpc
 from pd_grpc.protocol.config import Sizes, Timeouts
 from pd_grpc.v1 import admin_pb2, admin_pb2_grpc, types_pb2
-
-EXIT_FAILED = 1
 
 _ANSWER_S = 5.0
 _STYLES = {"serving": "green", "draining": "yellow"}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import enum
+import os
 import signal
 from collections.abc import Mapping
 from types import FrameType
@@ -12,11 +13,21 @@ import typer
 from rich.table import Table
 
 from pd_grpc.cli.cluster import ClusterError, ClusterPlan, LocalCluster
-from pd_grpc.cli.console import progress, say_error, stdout
+from pd_grpc.cli.console import progress, refuse, say_error, stdout
+from pd_grpc.cli.settings import CONFIG_ENV, SettingsError, env_of, flag_of, load_settings
+from pd_grpc.protocol.config import DecodeConfig, PrefillConfig, RouterConfig, ServerConfig
 
-EXIT_FAILED = 1
+DEFAULT_PORT = 50050
 
 _KNOBS = "Engine"
+_UP_ITSELF = {
+    "prefill": "tells the router of the prefill servers it starts (--prefill is their number)",
+    "decode": "tells the router of the decode servers it starts (--decode is their number)",
+    "name": "names its servers itself",
+    "advertise": "tells its servers of each other itself",
+    "bulk_advertise": "tells its servers of each other itself",
+}
+"""Settings of one server among several, and what `up` does about them itself."""
 
 
 class EngineName(str, enum.Enum):
@@ -34,8 +45,10 @@ class DtypeName(str, enum.Enum):
     FLOAT16 = "float16"
 
 
-_ENGINE: EngineName = typer.Option(EngineName.TORCH, help="Inference engine.")
-_DTYPE: DtypeName = typer.Option(DtypeName.BFLOAT16, help="dtype of weights and KV.")
+_ENGINE: EngineName | None = typer.Option(None, help="Inference engine.", show_default="torch")
+_DTYPE: DtypeName | None = typer.Option(
+    None, help="dtype of weights and KV.", show_default="bfloat16"
+)
 
 
 class _Stop(Exception):
@@ -43,16 +56,25 @@ class _Stop(Exception):
 
 
 def up(
-    prefill: int = typer.Option(1, min=1, help="Prefill servers."),
+    prefill: int | None = typer.Option(None, min=0, help="Prefill servers.", show_default="1"),
     decode: int = typer.Option(1, min=1, help="Decode servers."),
-    model: str = typer.Option("smollm2", help="Hugging Face folder, hub name or GGUF file."),
-    engine: EngineName = _ENGINE,
-    dtype: DtypeName = _DTYPE,
-    aggregated: bool = typer.Option(
-        False, "--aggregated", help="Decode servers alone, which prefill themselves."
+    model: str | None = typer.Option(
+        None, help="Hugging Face folder, hub name or GGUF file.", show_default="smollm2"
     ),
-    port: int = typer.Option(50050, min=0, max=65535, help="The router's port; 0 takes any."),
-    host: str = typer.Option("127.0.0.1", help="Address that every server binds."),
+    engine: EngineName | None = _ENGINE,
+    dtype: DtypeName | None = _DTYPE,
+    aggregated: bool | None = typer.Option(
+        None, "--aggregated", help="Decode servers alone, which prefill themselves."
+    ),
+    port: int | None = typer.Option(
+        None, help="The router's port; 0 takes any.", show_default=str(DEFAULT_PORT)
+    ),
+    host: str | None = typer.Option(
+        None, help="Address that every server binds.", show_default="127.0.0.1"
+    ),
+    config: str | None = typer.Option(
+        None, help="TOML file for every server; its keys are the names of settings."
+    ),
     num_blocks: int | None = typer.Option(None, rich_help_panel=_KNOBS, help="Blocks per pool."),
     block_size: int | None = typer.Option(None, rich_help_panel=_KNOBS, help="Tokens per block."),
     max_model_len: int | None = typer.Option(
@@ -75,48 +97,110 @@ def up(
 ) -> None:
     """Start a router, prefill and decode servers on this machine; Ctrl-C stops them.
 
-    Every other setting of the servers can be given as a PD_* variable.
+    Every setting of the servers, these among them, can be given as a PD_* variable or in a TOML
+    file; a flag goes first.
     """
-    knobs = {
-        "--num-blocks": num_blocks,
-        "--block-size": block_size,
-        "--max-model-len": max_model_len,
-        "--max-batch": max_batch,
-        "--chunk-tokens": chunk_tokens,
-        "--threads": threads,
-        "--sim-time-scale": sim_time_scale,
-    }
-    common = _flags({"--otlp": otlp, "--log-level": log_level})
-    plan = ClusterPlan(
-        prefill=prefill,
-        decode=decode,
-        engine=engine.value,
-        model=model,
-        dtype=dtype.value,
-        aggregated=aggregated,
-        host=host,
-        port=port,
-        flags=(*common, *_flags(knobs)),
-        router_flags=tuple(common),
-    )
-    for signum in (signal.SIGTERM, signal.SIGHUP):
+    for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        # SIGINT too: in the background of a script it is ignored unless it is asked for.
         signal.signal(signum, _stop)
     try:
+        plan = plan_of(
+            prefill,
+            decode,
+            common={
+                "engine": engine and engine.value,
+                "model": model,
+                "host": host,
+                "otlp": otlp,
+                "log_level": log_level,
+                "config": config,
+            },
+            engines={
+                "dtype": dtype and dtype.value,
+                "num_blocks": num_blocks,
+                "block_size": block_size,
+                "max_model_len": max_model_len,
+                "max_batch": max_batch,
+                "chunk_tokens": chunk_tokens,
+                "threads": threads,
+                "sim_time_scale": sim_time_scale,
+            },
+            router={"port": port, "aggregated": aggregated or None},
+            environ=os.environ,
+        )
         with contextlib.ExitStack() as stack:
             with progress("starting") as tell:
                 cluster = stack.enter_context(LocalCluster(plan, tell))
             stdout.print(_table(cluster))
             stdout.print(f"Ask {cluster.router_endpoint}; Ctrl-C stops everything.")
             cluster.watch()
+    except SettingsError as error:
+        refuse(str(error))
     except ClusterError as error:
         say_error(str(error))
-        raise typer.Exit(EXIT_FAILED) from error
+        raise typer.Exit(error.status) from error
     except (KeyboardInterrupt, _Stop):
         return
 
 
+def plan_of(
+    prefill: int | None,
+    decode: int,
+    common: Mapping[str, object],
+    engines: Mapping[str, object],
+    router: Mapping[str, object],
+    environ: Mapping[str, str],
+) -> ClusterPlan:
+    """What to start: flags before variables before the TOML file before what `up` takes itself.
+
+    The mappings hold the flags that were given, by the names of their settings; None is one that
+    was not. Everything is checked as the servers themselves will. SettingsError.
+    """
+    for_all, for_engines, for_router = _flags(common), _flags(engines), _flags(router)
+    routing = load_settings(RouterConfig, [*for_all, *for_router], environ)
+    serving = load_settings(DecodeConfig, [*for_all, *for_engines], environ)
+    load_settings(PrefillConfig, [*for_all, *for_engines], environ)
+    file = str(common["config"] or environ.get(CONFIG_ENV, ""))
+    _refuse_everyones_own((routing, serving), environ, file)
+    if routing.aggregated and prefill:
+        raise SettingsError(f"--prefill {prefill} and --aggregated exclude each other")
+    if not routing.aggregated and prefill == 0:
+        raise SettingsError("--prefill 0 needs --aggregated")
+    given = serving.model_fields_set
+    if "threads" in given:
+        # In the place of the share of the cores.
+        for_engines = [*for_engines, "--threads", str(serving.threads)]
+    return ClusterPlan(
+        prefill=1 if prefill is None else prefill,
+        decode=decode,
+        engine=serving.engine,
+        model=serving.model,
+        dtype=serving.dtype,
+        aggregated=routing.aggregated,
+        host=serving.host,
+        port=routing.port if "port" in routing.model_fields_set else DEFAULT_PORT,
+        flags=(*for_all, *for_engines),
+        router_flags=tuple(for_all),
+        drain_s=serving.drain_s if "drain_s" in given else ClusterPlan.drain_s,
+    )
+
+
 def _flags(values: Mapping[str, object]) -> list[str]:
-    return [word for flag, v in values.items() if v is not None for word in (flag, str(v))]
+    words = []
+    for name, value in values.items():
+        if value is not None:
+            words += [flag_of(name)] if value is True else [flag_of(name), str(value)]
+    return words
+
+
+def _refuse_everyones_own(
+    configs: tuple[ServerConfig, ...], environ: Mapping[str, str], file: str
+) -> None:
+    given = {name for config in configs for name in config.model_fields_set}
+    for name, does in _UP_ITSELF.items():
+        if name in given:
+            source = env_of(name) if env_of(name) in environ else f"{name} in {file}"
+            raise SettingsError(f"{source} is for one server; `pd-grpc up` {does}")
 
 
 def _table(cluster: LocalCluster) -> Table:

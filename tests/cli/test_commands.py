@@ -3,41 +3,25 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import signal
 import socket
 import subprocess
 import sys
 from collections.abc import Iterator
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import grpc
-import psutil
 import pytest
 
-from pd_grpc.cli.cluster import ClusterError, ClusterPlan, LocalCluster
+from pd_grpc.cli.cluster import ClusterPlan, LocalCluster
 from pd_grpc.v1 import admin_pb2, admin_pb2_grpc
+from tests.cli.running import COMMAND, pd_grpc
 
-COMMAND = [sys.executable, "-m", "pd_grpc.cli.main"]
 PLAN = ClusterPlan(engine="sim", flags=("--num-blocks", "2048"))
 LONG = ("--max-tokens", "20000", "--ignore-eos")
-
-
-def pd_grpc(
-    *arguments: str, cwd: Path | None = None, **environ: str
-) -> subprocess.CompletedProcess[str]:
-    """Run the command to its end, with these variables beside the test's own."""
-    return subprocess.run(
-        [*COMMAND, *arguments],
-        cwd=cwd,
-        capture_output=True,
-        text=True,
-        timeout=50,
-        check=False,
-        env={**os.environ, **environ},
-    )
 
 
 @pytest.fixture(scope="module")
@@ -63,6 +47,11 @@ def until_nothing_is_in_flight(cluster: LocalCluster) -> None:
             while admin.ListTransfers(admin_pb2.ListTransfersRequest(), timeout=5).transfers:
                 next(changes)
             changes.cancel()
+
+
+def test_the_version_is_shown() -> None:
+    result = pd_grpc("--version")
+    assert (result.returncode, result.stdout) == (0, f"pd-grpc {metadata.version('pd-grpc')}\n")
 
 
 # --- generate -------------------------------------------------------------------------------------
@@ -108,7 +97,7 @@ def test_generate_takes_plain_text_and_the_endpoint_from_the_environment(
         "--json",
         "--max-tokens",
         "1",
-        PD_ENDPOINT=cluster.router_endpoint,
+        environ={"PD_ENDPOINT": cluster.router_endpoint},
     )
     assert json.loads(result.stdout)["usage"]["prompt_tokens"] == 2
 
@@ -116,7 +105,10 @@ def test_generate_takes_plain_text_and_the_endpoint_from_the_environment(
 def test_the_same_seed_gives_the_same_answer(cluster: LocalCluster) -> None:
     asked = ("generate", "hi", "--endpoint", cluster.router_endpoint, "--max-tokens", "8")
     sampled = (*asked, "--temperature", "1", "--seed", "5")
-    assert pd_grpc(*sampled).stdout == pd_grpc(*sampled).stdout != pd_grpc(*asked).stdout
+    results = [pd_grpc(*arguments) for arguments in (sampled, sampled, asked)]
+    assert [result.stderr for result in results] == ["", "", ""]
+    first, second, greedy = (result.stdout for result in results)
+    assert first == second != greedy
 
 
 @pytest.mark.parametrize(
@@ -126,7 +118,12 @@ def test_the_same_seed_gives_the_same_answer(cluster: LocalCluster) -> None:
         (["--temperature", "nan"], 1, "INVALID_ARGUMENT BAD_REQUEST: sampling.temperature"),
         (["--max-tokens", "100000000"], 1, "INVALID_ARGUMENT TOO_LARGE: "),
         (["--deadline", "0.05"], 1, "DEADLINE_EXCEEDED STAGE_DEADLINE: "),
-        (["--seed", "-1"], 2, "-1"),
+        (["--seed", "-1"], 2, "--seed must be at least 0, not -1"),
+        (["--max-tokens", "-1"], 1, "BAD_REQUEST: sampling.max_tokens: must be at least 1\n"),
+        (["--deadline", "-3"], 2, "--deadline must be above 0 and at most 1000000000 seconds"),
+        (["--deadline", "nan"], 2, "--deadline must be above 0 and at most 1000000000 seconds"),
+        (["--deadline", "0"], 2, "--deadline must be above 0 and at most 1000000000 seconds"),
+        (["--stop", "\udcff"], 2, "--stop must be text that UTF-8 can carry"),
         (["--max-tokens", "many"], 2, "--max-tokens"),
         (["--no-such-flag"], 2, "--no-such-flag"),
     ],
@@ -140,11 +137,31 @@ def test_generate_says_what_is_wrong(
     assert "Traceback" not in result.stderr and result.stdout == ""
 
 
-def test_an_empty_prompt_is_refused(cluster: LocalCluster) -> None:
-    for flag in ("--chat", "--raw"):
-        result = pd_grpc("generate", "", flag, "--endpoint", cluster.router_endpoint)
-        assert result.returncode == 1
-        assert "INVALID_ARGUMENT BAD_REQUEST" in result.stderr
+@pytest.mark.parametrize(
+    ("prompt", "says"),
+    [
+        ("", "the prompt is empty\n"),
+        ("caf\udce9", "the prompt must be text that UTF-8 can carry\n"),
+    ],
+)
+@pytest.mark.parametrize("flag", ["--chat", "--raw"])
+def test_a_prompt_that_cannot_be_sent_is_refused_in_one_line(
+    flag: str, prompt: str, says: str
+) -> None:
+    result = pd_grpc("generate", prompt, flag, "--endpoint", "127.0.0.1:1")
+    assert (result.returncode, result.stderr) == (2, says)
+
+
+@pytest.mark.parametrize("command", [("generate", "hi"), ("status",)])
+@pytest.mark.parametrize("endpoint", ["", "foo", "h:99999999"])
+def test_an_endpoint_that_is_none_is_refused_in_one_line(
+    command: tuple[str, ...], endpoint: str
+) -> None:
+    result = pd_grpc(*command, "--endpoint", endpoint)
+    assert result.returncode == 2
+    assert re.fullmatch(
+        rf"--endpoint must (be host:port|have a port) .*, not '{endpoint}'\n", result.stderr
+    )
 
 
 def test_generate_without_a_router_says_so_in_one_line() -> None:
@@ -185,7 +202,7 @@ def test_status_json_has_every_instance(cluster: LocalCluster) -> None:
 
 
 def test_status_shows_a_table(cluster: LocalCluster) -> None:
-    result = pd_grpc("status", "--endpoint", cluster.router_endpoint, COLUMNS="160")
+    result = pd_grpc("status", "--endpoint", cluster.router_endpoint, environ={"COLUMNS": "160"})
     assert result.returncode == 0
     for word in ("router", "prefill-0", "decode-0", "serving", "2048 free"):
         assert word in result.stdout
@@ -197,96 +214,22 @@ def test_status_without_a_router_fails_in_one_line() -> None:
     assert result.stderr.startswith("UNAVAILABLE")
 
 
-# --- up -------------------------------------------------------------------------------------------
-
-
-class Up:
-    """A running `pd-grpc up` and its children."""
-
-    def __init__(self, logs: Path, *flags: str) -> None:
-        self.logs = logs
-        self.process = subprocess.Popen(
-            [*COMMAND, "up", "--engine", "sim", "--port", "0", *flags],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            env={**os.environ, "TMPDIR": str(logs)},
-        )
-        assert self.process.stdout is not None
-        shown = []
-        for line in self.process.stdout:
-            shown.append(line)
-            if line.startswith("Ask "):
-                break
-        self.shown = "".join(shown)
-        self.children = psutil.Process(self.process.pid).children()
-
-    def wait(self) -> tuple[int, str]:
-        """Exit status and what it said on standard error."""
-        _, errors = self.process.communicate(timeout=30)
-        return self.process.returncode, errors
-
-    def child(self, name: str) -> psutil.Process:
-        return next(c for c in self.children if name in c.cmdline())
-
-
-def test_up_shows_what_it_started_and_stops_everything_on_a_signal(tmp_path: Path) -> None:
-    up = Up(tmp_path, "--decode", "2")
-    for name in ("router", "prefill-0", "decode-0", "decode-1"):
-        assert re.search(rf"{name} +│ 127.0.0.1:\d+ +│ {up.child(name).pid} ", up.shown), up.shown
-    up.process.send_signal(signal.SIGTERM)
-    returncode, errors = up.wait()
-    assert returncode == 0, errors
-    assert not psutil.wait_procs(up.children, timeout=5)[1]
-    assert list(tmp_path.iterdir()) == [], "logs are left"
-
-
-def test_up_says_which_server_died_and_stops_the_others(tmp_path: Path) -> None:
-    up = Up(tmp_path)
-    os.kill(up.child("decode-0").pid, signal.SIGKILL)
-    returncode, errors = up.wait()
-    assert returncode == 1
-    assert re.search(r"decode-0 \(pid \d+\) has ended, killed by SIGKILL", errors)
-    assert not psutil.wait_procs(up.children, timeout=5)[1]
-
-
-def test_the_servers_do_not_outlive_an_up_that_was_killed(tmp_path: Path) -> None:
-    up = Up(tmp_path, "--aggregated")
-    up.process.kill()
-    up.wait()
-    assert not psutil.wait_procs(up.children, timeout=10)[1]
-
-
-def test_a_port_in_use_is_said_at_once() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
-        result = pd_grpc("up", "--engine", "sim", "--port", str(port))
-    assert result.returncode == 1
-    assert f"cannot listen on 127.0.0.1:{port}" in result.stderr
-    assert "waiting" not in result.stderr, "servers were started first"
-
-
-def test_a_server_that_dies_at_start_is_said_with_the_end_of_its_log(tmp_path: Path) -> None:
-    result = pd_grpc(
-        "up", "--engine", "sim", "--block-size", "0", "--port", "0", TMPDIR=str(tmp_path)
-    )
-    assert result.returncode == 1
-    assert "has ended, exit status 2" in result.stderr
-    assert "block_size must be greater than or equal to 1, not '0' (from --block-size)" in (
-        result.stderr
-    )
-
-
-def test_a_cluster_that_fails_leaves_no_process_behind() -> None:
-    plan = ClusterPlan(engine="sim", flags=("--num-blocks", "1"))
-    failing = LocalCluster(plan)
-    with pytest.raises(ClusterError, match="num_blocks"), failing:
-        pytest.fail("it started")
-    assert not any(psutil.pid_exists(pid) for pid in failing.processes.values())
-    failing.remove_logs()
-
-
 # --- serve ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode", "router"])
+def test_serve_help_needs_nothing_but_the_core(role: str) -> None:
+    hidden = "torch transformers numpy grpc_health grpc_reflection grpc_channelz google_crc32c"
+    code = (
+        f"import sys\nsys.modules.update(dict.fromkeys({hidden.split()!r}))\n"
+        f"sys.argv[1:] = ['serve', {role!r}, '--help']\n"
+        "from pd_grpc.cli.main import app\napp()"
+    )
+    run = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=50, check=False
+    )
+    assert run.returncode == 0, run.stderr
+    assert "--lease-s" in run.stdout
 
 
 @pytest.mark.parametrize("role", ["prefill", "decode", "router"])
@@ -317,12 +260,16 @@ def test_serve_refuses_what_it_does_not_know(
     assert "Traceback" not in result.stderr and result.stdout == ""
 
 
-def test_serve_says_that_its_port_is_in_use() -> None:
+@pytest.mark.parametrize("role", ["prefill", "decode", "router"])
+def test_serve_says_in_one_line_that_its_port_is_in_use(role: str) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
-        result = pd_grpc("serve", "router", "--engine", "sim", "--port", port)
+        result = pd_grpc("serve", role, "--engine", "sim", "--port", port)
     assert result.returncode == 3
-    assert f"127.0.0.1:{port}" in result.stderr
+    assert result.stderr.splitlines()[-1] == (
+        f"pd-grpc serve {role}: cannot listen on 127.0.0.1:{port}: Address already in use"
+    )
+    assert "add_port.cc" not in result.stderr and "Traceback" not in result.stderr
 
 
 def test_serve_prints_one_line_when_ready_and_stops_on_a_signal() -> None:

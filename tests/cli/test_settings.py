@@ -9,15 +9,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pd_grpc.cli import settings
 from pd_grpc.cli.settings import SettingsError, load_settings, settings_help, settings_table
-from pd_grpc.protocol.config import (
-    DecodeConfig,
-    PrefillConfig,
-    RouterConfig,
-    ServerConfig,
-)
+from pd_grpc.protocol.config import DecodeConfig, PrefillConfig, RouterConfig, ServerConfig
 
-ROLES = (PrefillConfig, DecodeConfig, RouterConfig)
+ROLES = tuple(settings.ROLES.values())
 WriteToml = Callable[[str], Path]
 
 

@@ -1,0 +1,26 @@
+"""The pd-grpc command as a process."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+COMMAND = [sys.executable, "-m", "pd_grpc.cli.main"]
+
+
+def pd_grpc(
+    *arguments: str, cwd: Path | None = None, environ: Mapping[str, str] | None = None
+) -> subprocess.CompletedProcess[str]:
+    """Run the command to its end, with these variables beside the test's own."""
+    return subprocess.run(
+        [*COMMAND, *arguments],
+        cwd=cwd,
+        capture_output=True,
+        text=True,
+        timeout=50,
+        check=False,
+        env={**os.environ, **(environ or {})},
+    )
