@@ -100,9 +100,9 @@ class ClientDesk:
         self._handoff.attached(transfer)
 
     def _check_room(self, client: ClientLeg) -> None:
-        """Legs cost no blocks, but their prompts are kept: as many as Allocates may wait for P."""
+        """Legs cost no blocks, but their prompts are kept."""
         ledger = self._ledger
-        limit = ledger.config.allocate_queue
+        limit = ledger.config.client_legs
         if ledger.counts[DecodeState.EXPECTED] >= limit:
             needed = self._limits.blocks_for(len(client.prompt) + len(client.generated) + 1)
             raise queue_full(f"{limit} clients wait for their prefill", needed, ledger.pool.free)

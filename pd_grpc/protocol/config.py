@@ -74,6 +74,9 @@ class Sizes(_Section):
         8 * MIB, ge=4096, description="KV bytes a shard lets a sender have unacknowledged"
     )
     allocate_queue: int = Field(1024, ge=1, description="Allocates that may wait for blocks on D")
+    client_legs: int = Field(
+        16384, ge=1, description="clients whose prefill may still be under way, on D"
+    )
     tombstones: int = Field(65536, ge=1, description="ended transfers remembered")
     prepare_window: int = Field(32, ge=1, description="Allocates in flight per D")
     prepare_total: int = Field(256, ge=1, description="Allocates in flight in total")

@@ -317,7 +317,7 @@ def test_an_allocate_that_ends_without_a_grant_is_an_end_that_may_be_asked_again
 
 
 def test_the_clients_that_wait_for_their_prefill_are_bounded() -> None:
-    d = Harness(allocate_queue=2)
+    d = Harness(client_legs=2)
     p = Prefill(d)
     first, second, third = (Request(f"t-{i}") for i in range(3))
     clients = [d.generate(first), d.generate(second)]
