@@ -15,6 +15,7 @@ from pd_grpc.cli.settings import SettingsError, load_settings
 from pd_grpc.engine.model_error import ModelError
 from pd_grpc.protocol.config import ServerConfig
 from pd_grpc.protocol.rpc import PortInUse
+from pd_grpc.servers.allocator import keep_freed_memory
 from pd_grpc.telemetry.logs import configure_logging
 from pd_grpc.telemetry.tracing import make_provider
 
@@ -62,6 +63,7 @@ def run(
     """
     try:
         config = load_settings(settings, argv, os.environ)
+        keep_freed_memory()
         configure_logging(config.log_format, config.log_level)
         provider = make_provider(f"pd-grpc-{role}", config.name or role, config.otlp)
         return asyncio.run(_serve(role, config, provider, start))
