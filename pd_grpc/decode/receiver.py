@@ -261,10 +261,10 @@ class Receiver:
             block_start=chunk.block_start,
             block_count=chunk.block_count,
         )
-        return [
-            Respond(stream, transfer_pb2.TransferResponse(ack=ack)),
-            ev.ReceiveProgress(state.grant_id, payload.nbytes),
-        ]
+        actions: list[Action] = [Respond(stream, transfer_pb2.TransferResponse(ack=ack))]
+        if lacking:
+            actions.append(ev.ReceiveProgress(state.grant_id, payload.nbytes))
+        return actions
 
     def _stream_end(
         self, stream: int, state: _Stream, end: transfer_pb2.TransferEnd

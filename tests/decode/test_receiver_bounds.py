@@ -6,6 +6,7 @@ import asyncio
 
 import pytest
 
+from pd_grpc.decode import events as ev
 from pd_grpc.decode import receiver
 from pd_grpc.decode.transfer_outbox import MAX_ACK_RANGES, TransferOutbox
 from pd_grpc.protocol.faults import Code, Fault, Reason
@@ -38,6 +39,8 @@ def test_a_sender_whose_acks_leave_may_go_on_for_ever() -> None:
         shard.chunk(stream, (0, 2), (0, 3))
     assert stream not in shard.ends
     assert shard.responses[stream][-1].ack.accepted_bytes == 3 * FITS * 6 * LAYER
+    progress = ev.ReceiveProgress("g", 6 * LAYER)
+    assert shard.events == [ev.ReceiveStarted("g"), progress], "the same again is no progress"
 
 
 def test_the_window_opens_again_by_what_was_acknowledged() -> None:
