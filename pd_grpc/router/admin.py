@@ -57,6 +57,7 @@ class RouterAdmin:
             uptime=duration(self._clock.now() - self._started),
             transfers=_counts(in_flight),
             ended=_counts(self._in_flight.ended_counts),
+            late_events=self._in_flight.late_events,
             settings={name: str(value) for name, value in self._config.model_dump().items()},
         )
 

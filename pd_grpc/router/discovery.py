@@ -123,11 +123,6 @@ class Discovery:
         """Wait for the next change of any instance."""
         await self._changed.wait()
 
-    async def until_all_ready(self) -> None:
-        """Wait until every configured instance takes requests."""
-        while not all(view.ready for view in self._instances):
-            await self.changed()
-
     def ready(self, role: types_pb2.Role) -> list[Target]:
         """The instances of a role that take requests."""
         return [view.target for view in self._instances if view.role == role and view.ready]

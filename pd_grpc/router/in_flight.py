@@ -46,6 +46,8 @@ class InFlight:
             config.tombstone_s, config.tombstones
         )
         self.ended_counts: Counter[types_pb2.TransferState] = Counter()
+        self.late_events = 0
+        """What a leg said too late, or again, and so changed nothing."""
 
     @contextmanager
     def named(self, request_id: str) -> Iterator[None]:

@@ -73,8 +73,8 @@ def check_shape(request: inference_pb2.GenerateRequest) -> str:
     kind: str | None = request.WhichOneof("prompt")
     if kind is None:
         errors.append(FieldError("prompt", "one of text, messages and token_ids must be set"))
-    elif _is_empty(request, kind):
-        errors.append(FieldError(kind, "must not be empty"))
+    else:
+        errors += _emptiness(request, kind)
     # A default max_tokens may shrink or grow; min_tokens is measured against the one that results.
     stand_in = request.sampling.max_tokens or max(1, request.sampling.min_tokens)
     errors += sampling_errors(sampling_from_proto(request.sampling, stand_in))
@@ -84,12 +84,19 @@ def check_shape(request: inference_pb2.GenerateRequest) -> str:
     return kind
 
 
-def _is_empty(request: inference_pb2.GenerateRequest, kind: str) -> bool:
+def _emptiness(request: inference_pb2.GenerateRequest, kind: str) -> list[FieldError]:
+    """What is missing in a prompt without content, by the field that should have it."""
     if kind == "text":
-        return not request.text
-    if kind == "messages":
-        return not any(message.content for message in request.messages.messages)
-    return not request.token_ids.ids
+        return [] if request.text else [FieldError("text", "the prompt must not be empty")]
+    if kind == "token_ids":
+        some = bool(request.token_ids.ids)
+        return [] if some else [FieldError("token_ids", "must have at least one token")]
+    messages = request.messages.messages
+    if not messages:
+        return [FieldError("messages", "must have at least one message")]
+    if any(message.content for message in messages):
+        return []
+    return [FieldError("messages.messages[0].content", "the prompt must not be empty")]
 
 
 async def tokenize(
@@ -110,7 +117,7 @@ async def tokenize(
         except ValueError as error:
             raise bad_request([FieldError("messages", str(error))]) from error
     if not token_ids:
-        raise bad_request([FieldError(kind, "has no tokens")])
+        raise bad_request([FieldError(kind, "the prompt has no tokens")])
     return token_ids
 
 
@@ -137,8 +144,8 @@ def fit(
     room = limits.max_model_len - len(token_ids)
     errors = []
     if room < 1:
-        text = f"has {len(token_ids)} tokens; the model takes at most {limits.max_model_len - 1}"
-        errors.append(FieldError(kind, f"{text} and one of output"))
+        text = f"the prompt has {len(token_ids)} tokens; the model takes at most"
+        errors.append(FieldError(kind, f"{text} {limits.max_model_len - 1} and one of output"))
     errors += token_errors(token_ids, limits.vocab_size, "token_ids.ids")
     errors += token_errors(generated, limits.vocab_size, "generated_token_ids")
     stop_ids = request.sampling.stop_token_ids

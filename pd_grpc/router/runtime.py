@@ -5,21 +5,16 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncIterable, Callable
-from dataclasses import dataclass
 from typing import Any
 
 import grpc.aio
 from opentelemetry.context import Context
 
-from pd_grpc.engine.base import Tokenizer
 from pd_grpc.protocol import rpc
-from pd_grpc.protocol.clock import Clock
-from pd_grpc.protocol.config import RouterConfig
 from pd_grpc.protocol.faults import Fault, Reason, TransportFault
 from pd_grpc.protocol.messages import duration
 from pd_grpc.protocol.refs import TransferKey, mint_id
-from pd_grpc.router.discovery import MISTAKEN_IDENTITY, Discovery
-from pd_grpc.router.in_flight import InFlight
+from pd_grpc.router.discovery import MISTAKEN_IDENTITY
 from pd_grpc.router.intake import RoutableRequest
 from pd_grpc.router.machine import (
     Action,
@@ -30,12 +25,14 @@ from pd_grpc.router.machine import (
     Finish,
     OpenDecode,
     OpenPrefill,
+    PrefillLeg,
     RoutedRequest,
     RoutingTimes,
     TransferVerdict,
 )
 from pd_grpc.router.outbox import Outbox
 from pd_grpc.router.policies import LeastLoad, Pairing, Target
+from pd_grpc.router.routing import Routing
 from pd_grpc.router.timing import AnswerTimes
 from pd_grpc.telemetry.tracing import inject, trace_id
 from pd_grpc.v1 import admin_pb2, inference_pb2, prefill_pb2, types_pb2
@@ -50,19 +47,6 @@ _VERDICTS = {
     types_pb2.TRANSFER_STATE_FINISHED: TransferVerdict.OWNED,
     types_pb2.TRANSFER_STATE_READY: TransferVerdict.READY,
 }
-
-
-@dataclass(frozen=True)
-class Routing:
-    """What all requests of one router share."""
-
-    config: RouterConfig
-    clock: Clock
-    tokenizer: Tokenizer
-    discovery: Discovery
-    prefill_load: LeastLoad
-    decode_load: LeastLoad
-    in_flight: InFlight
 
 
 class RoutedCall:
@@ -267,6 +251,7 @@ class RoutedCall:
         except grpc.aio.AioRpcError as error:
             fault = rpc.read_error(error)
             self._suspect(target, fault)
+            self._prefill_is_late()
             self._perform(self._machine.on_prefill_failed(fault, self._now()))
         else:
             self._perform(self._machine.on_prefill_ended(self._now()))
@@ -275,6 +260,8 @@ class RoutedCall:
 
     def _on_prefill_message(self, message: prefill_pb2.PrefillResponse) -> None:
         machine, now = self._machine, self._now()
+        if self._prefill_is_late():
+            return
         match message.WhichOneof("event"):
             case "queued":
                 self._perform(machine.on_queued(now))
@@ -287,6 +274,12 @@ class RoutedCall:
                 self._times.prefill = message.handed_off.timings
                 self._perform(machine.on_handed_off(now))
 
+    def _prefill_is_late(self) -> bool:
+        """Whether nothing that P says can change anything any more; counts that it spoke."""
+        late = self._machine.ended or self._machine.prefill is not PrefillLeg.OPEN
+        self._routing.in_flight.late_events += late
+        return late
+
     async def _read_decode(
         self, leg: int, call: AsyncIterable[inference_pb2.GenerateResponse], target: Target
     ) -> None:
@@ -297,6 +290,7 @@ class RoutedCall:
         except grpc.aio.AioRpcError as error:
             fault = rpc.read_error(error)
             self._suspect(target, fault)
+            self._decode_is_late(leg)
             self._perform(machine.on_decode_failed(leg, fault, self._now()))
         else:
             self._perform(machine.on_decode_ended(leg, self._now()))
@@ -306,8 +300,8 @@ class RoutedCall:
     def _on_decode_message(
         self, leg: int, message: inference_pb2.GenerateResponse, target: Target
     ) -> None:
-        if leg != self._machine.leg or self._machine.ended:
-            return  # a leg that was left behind by Placing
+        if self._decode_is_late(leg):
+            return
         now = self._now()
         complete = message.finish_reason != types_pb2.FINISH_REASON_UNSPECIFIED
         if message.token_ids:
@@ -320,6 +314,12 @@ class RoutedCall:
             self._last = message
         actions = self._machine.on_tokens(leg, len(message.token_ids), complete, now)
         self._perform(actions)
+
+    def _decode_is_late(self, leg: int) -> bool:
+        """Whether a leg was left behind by Placing, or all is over; counts that it spoke."""
+        late = leg != self._machine.leg or self._machine.ended
+        self._routing.in_flight.late_events += late
+        return late
 
     async def _ask(self, leg: int, target: Target) -> None:
         admin = self._routing.discovery.at(target.endpoint).admin

@@ -17,7 +17,7 @@ from pd_grpc.router.admin import RouterAdmin
 from pd_grpc.router.discovery import Discovery
 from pd_grpc.router.in_flight import InFlight
 from pd_grpc.router.policies import LeastLoad
-from pd_grpc.router.runtime import Routing
+from pd_grpc.router.routing import Routing
 from pd_grpc.router.service import RouterService
 from pd_grpc.telemetry.tracing import Tracing
 from pd_grpc.v1 import admin_pb2_grpc, inference_pb2_grpc, types_pb2

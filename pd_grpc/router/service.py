@@ -19,7 +19,8 @@ from pd_grpc.protocol.faults import Fault, Reason, stage_deadline
 from pd_grpc.protocol.refs import mint_id
 from pd_grpc.router.intake import RoutableRequest, check_shape, fit, tokenize
 from pd_grpc.router.policies import pair
-from pd_grpc.router.runtime import RoutedCall, Routing
+from pd_grpc.router.routing import Routing
+from pd_grpc.router.runtime import RoutedCall
 from pd_grpc.router.timing import AnswerTimes
 from pd_grpc.telemetry import names
 from pd_grpc.telemetry.tracing import Tracing, extract, trace_id

@@ -73,6 +73,12 @@ def config_for(p: Scripted, *decodes: Scripted, **fields: Any) -> RouterConfig:
     )
 
 
+async def until_all_ready(router: RouterServer) -> None:
+    """Wait until every configured instance takes requests."""
+    while not all(view.ready for view in router.discovery.instances):
+        await router.discovery.changed()
+
+
 @pytest.fixture
 async def site() -> AsyncIterator[Site]:
     p = Scripted(types_pb2.ROLE_PREFILL, "p1")
@@ -84,7 +90,7 @@ async def site() -> AsyncIterator[Site]:
     provider.add_span_processor(SimpleSpanProcessor(spans))
     config = config_for(p, d1, d2)
     router = await start_router(config, SimTokenizer(VOCAB), tracer_provider=provider)
-    await asyncio.wait_for(router.discovery.until_all_ready(), 10)
+    await asyncio.wait_for(until_all_ready(router), 10)
     try:
         async with grpc.aio.insecure_channel(router.endpoint) as channel:
             yield Site(

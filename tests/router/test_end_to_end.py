@@ -8,6 +8,7 @@ import os
 import signal
 import time
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from functools import partial
 
 import grpc.aio
@@ -15,7 +16,7 @@ import pytest
 
 from pd_grpc.blocks.pool import BlockPool, BlockState
 from pd_grpc.cli.cluster import ClusterPlan, LocalCluster
-from pd_grpc.client import AsyncClient, AsyncGeneration, Fault
+from pd_grpc.client import Answer, AsyncClient, AsyncGeneration, Fault
 from pd_grpc.decode.server import start_decode
 from pd_grpc.engine.sim import SimEngine
 from pd_grpc.engine.sim_reference import sim_answer
@@ -26,6 +27,7 @@ from pd_grpc.protocol.sampling import Sampling
 from pd_grpc.router.server import RouterServer, start_router
 from pd_grpc.v1 import admin_pb2, admin_pb2_grpc, types_pb2
 from tests.cluster import cluster
+from tests.router.conftest import until_all_ready
 from tests.waiting import until
 
 PROMPT = list(range(3, 500))
@@ -34,6 +36,32 @@ GREEDY = Sampling(max_tokens=12, temperature=0.0, ignore_eos=True)
 
 def ask(client: AsyncClient, prompt: list[int], max_tokens: int = 12) -> AsyncGeneration:
     return client.generate(token_ids=prompt, max_tokens=max_tokens, temperature=0, ignore_eos=True)
+
+
+async def test_of_two_clients_with_one_request_id_at_once_one_is_answered() -> None:
+    """F14: the name is the client's, so the second request cannot be told from a repeated one."""
+    async with (
+        cluster() as running,
+        AsyncClient(running.router.endpoint) as one,
+        AsyncClient(running.router.endpoint) as other,
+    ):
+        calls = [
+            client.generate(
+                token_ids=PROMPT,
+                max_tokens=2000,
+                temperature=0,
+                ignore_eos=True,
+                request_id="twin",
+            ).collect()
+            for client in (one, other)
+        ]
+        results = await asyncio.gather(*calls, return_exceptions=True)
+        answers = [result for result in results if isinstance(result, Answer)]
+        faults = [result for result in results if isinstance(result, Fault)]
+        assert len(answers) == len(faults) == 1, results
+        assert (faults[0].code, faults[0].reason) == (Code.ALREADY_EXISTS, Reason.DUPLICATE_REQUEST)
+        greedy = replace(GREEDY, max_tokens=2000)
+        assert answers[0].token_ids == sim_answer(PROMPT, greedy, EngineConfig(engine="sim"))
 
 
 async def test_sixty_four_requests_at_once_are_spread_and_answered_as_if_alone() -> None:
@@ -116,7 +144,7 @@ async def unlike(*sim_layers: int) -> AsyncIterator[tuple[RouterServer, AsyncCli
         rconfig = RouterConfig(engine="sim", prefill=(p.endpoint,), decode=decode)
         router = await start_router(rconfig, p.engine.tokenizer())
         stack.push_async_callback(router.stop)
-        await asyncio.wait_for(router.discovery.until_all_ready(), 10)
+        await asyncio.wait_for(until_all_ready(router), 10)
         client = await stack.enter_async_context(AsyncClient(router.endpoint))
         yield router, client
         for pool in (p.pool, *(d.pool for d in servers)):

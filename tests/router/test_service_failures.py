@@ -1,0 +1,156 @@
+"""What the router's client hears when an instance fails or is lost, or the client leaves."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any
+
+import grpc
+import grpc.aio
+import pytest
+
+from pd_grpc.protocol.faults import Code, Fault, Reason
+from pd_grpc.v1 import inference_pb2, sampling_pb2, types_pb2
+from tests.router.answers import (
+    TEXT,
+    hand_over,
+    hello,
+    one_token_then_silence,
+    say_hello,
+    silence,
+)
+from tests.router.conftest import Site
+from tests.router.scripted import handed_off, last, never, placing, refusing, tokens
+
+
+async def test_prefills_refusal_reaches_the_client_and_ends_the_decode_leg(site: Site) -> None:
+    site.p.script = refusing(Fault(Reason.NO_BLOCKS, "full", retry_after_s=1.5))
+    site.d1.script = silence
+    fault = await site.fault()
+    assert (fault.code, fault.reason) == (Code.RESOURCE_EXHAUSTED, Reason.NO_BLOCKS)
+    assert fault.retry_after_s == 1.5
+    await asyncio.wait_for(site.d1.left.wait(), 5)
+
+
+async def test_a_fault_between_the_instances_has_the_code_meant_for_clients(site: Site) -> None:
+    site.p.script = refusing(Fault(Reason.LAYOUT_MISMATCH, "unlike", {"field": "block_size"}))
+    site.d1.script = silence
+    fault = await site.fault()
+    assert (fault.code, fault.reason) == (Code.UNAVAILABLE, Reason.LAYOUT_MISMATCH)
+    assert fault.metadata["field"] == "block_size"
+
+
+async def test_tokens_that_came_before_the_failure_are_given_out_before_it(site: Site) -> None:
+    async def break_down(request: Any) -> AsyncIterator[Any]:
+        yield tokens(*TEXT[:3])
+        raise Fault(Reason.ENGINE_ERROR, "boom")
+
+    site.p.script, site.d1.script = hand_over, break_down
+    got: list[int] = []
+    with pytest.raises(grpc.aio.AioRpcError) as raised:
+        async for message in site.generate():
+            got += message.token_ids
+    assert got == TEXT[:3]
+    assert raised.value.code() is grpc.StatusCode.INTERNAL
+
+
+async def test_decode_lost_in_mid_answer_is_told_at_once(site: Site) -> None:
+    site.p.script, site.d1.script = hand_over, one_token_then_silence
+    call = site.generate()
+    await call.read()
+    await site.d1.stop()
+    with pytest.raises(grpc.aio.AioRpcError) as raised:
+        await asyncio.wait_for(call.read(), 2)
+    assert raised.value.code() is grpc.StatusCode.UNAVAILABLE
+    assert "DECODE_LOST" in str(raised.value.trailing_metadata())
+
+
+async def test_prefill_lost_and_decode_silent_is_told_within_two_seconds(site: Site) -> None:
+    site.p.script, site.d1.script = silence, silence
+    failing = asyncio.create_task(site.fault())
+    await asyncio.wait_for(site.p.came.wait(), 5)
+    await site.p.stop()
+    fault = await asyncio.wait_for(failing, 2)
+    assert (fault.code, fault.reason) == (Code.UNAVAILABLE, Reason.PREFILL_LOST)
+    await asyncio.wait_for(site.d1.left.wait(), 5)
+
+
+async def test_prefill_lost_after_the_hand_off_harms_no_answer(site: Site) -> None:
+    """The hand-off was not reported: D is asked, and says that it generates."""
+    go_on = asyncio.Event()
+
+    async def slow(request: Any) -> AsyncIterator[Any]:
+        yield tokens(TEXT[0])
+        await go_on.wait()
+        yield last(*TEXT[1:])
+
+    site.p.script, site.d1.script = silence, slow
+    site.d1.states["*"] = types_pb2.TRANSFER_STATE_DECODING
+    call = site.generate()
+    await call.read()
+    await site.p.stop()
+    waiting = asyncio.create_task(call.read())
+    done, _ = await asyncio.wait([waiting], timeout=1)  # well beyond grace and settle
+    assert not done
+    go_on.set()
+    message = await asyncio.wait_for(waiting, 5)
+    assert message.finish_reason == types_pb2.FINISH_REASON_LENGTH
+
+
+async def test_placing_moves_the_decode_leg(site: Site) -> None:
+    async def place(request: Any) -> AsyncIterator[Any]:
+        yield placing(site.d2)
+        await asyncio.wait_for(site.d1.left.wait(), 5)
+        yield handed_off()
+
+    site.p.script, site.d1.script, site.d2.script = place, silence, say_hello
+    messages = await site.answer()
+    assert [i for m in messages for i in m.token_ids] == TEXT
+    (moved,) = site.d2.requests
+    assert moved.handoff.decode_name == "d2"
+    assert moved.handoff.ref == site.d1.requests[0].handoff.ref
+
+
+async def test_a_client_that_cancels_ends_both_legs_at_once(site: Site) -> None:
+    site.p.script, site.d1.script = silence, one_token_then_silence
+    call = site.generate()
+    await call.read()
+    call.cancel()
+    await asyncio.wait_for(asyncio.gather(site.p.left.wait(), site.d1.left.wait()), 2)
+
+
+async def test_a_client_that_vanishes_ends_both_legs_at_once(site: Site) -> None:
+    site.p.script, site.d1.script = silence, one_token_then_silence
+    async with grpc.aio.insecure_channel(site.router.endpoint) as channel:
+        call = type(site.stub)(channel).Generate(
+            inference_pb2.GenerateRequest(
+                text="hi", sampling=sampling_pb2.SamplingParams(max_tokens=4)
+            )
+        )
+        await call.read()
+    await asyncio.wait_for(asyncio.gather(site.p.left.wait(), site.d1.left.wait()), 2)
+
+
+async def test_the_answer_to_a_deadline_comes_before_it_with_the_stage(site: Site) -> None:
+    async def queue(request: Any) -> AsyncIterator[Any]:
+        message = handed_off()
+        message.queued.ahead = 3
+        yield message
+        await never()
+
+    site.p.script, site.d1.script = queue, silence
+    fault = await site.fault(timeout=0.6)
+    assert fault.reason is Reason.STAGE_DEADLINE
+    assert fault.metadata["stage"] == "queue"
+    await asyncio.wait_for(asyncio.gather(site.p.left.wait(), site.d1.left.wait()), 2)
+
+
+async def test_the_legs_have_what_is_left_of_the_clients_deadline(site: Site) -> None:
+    hello(site)
+    await site.answer(timeout=30)
+    await site.answer()
+    # gRPC rounds a deadline of 10 to 100 s up to tenths of a second on the wire.
+    assert 29 < site.p.time_left[0] <= 30
+    assert 29 < site.d1.time_left[0] <= 30
+    assert 299 < site.p.time_left[1] <= 300, "without a deadline the budget is the default"
