@@ -44,9 +44,10 @@ def load_tokenizer(engine: str, model: str, vocab_size: int = 32000) -> Tokenize
 
         return SimTokenizer(vocab_size)
     from pd_grpc.engine.hf_tokenizer import read_tokenizer
+    from pd_grpc.engine.hub import reach
     from pd_grpc.engine.model_source import find_tokenizer
 
-    return read_tokenizer(find_tokenizer(model))
+    return read_tokenizer(reach(find_tokenizer(model)))
 
 
 def _check_sizes(config: EngineConfig) -> None:

@@ -18,8 +18,9 @@ _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 class ModelSource:
     """What to hand to transformers.
 
-    `name` is what people call the model. `location` is a folder or a hub name; `gguf` is the name
-    of a GGUF file in that folder, or None. `local` is False for a hub name alone.
+    `name` is what people call the model, a hub name with its owner. `location` is a folder or a hub
+    name; `gguf` is the name of a GGUF file in that folder, or None. `local` is False for a hub name
+    alone.
     """
 
     name: str
@@ -47,7 +48,7 @@ def find_model(model: str) -> ModelSource:
         raise ModelError("model", f"{model} does not exist")
     if not _HUB_NAME.fullmatch(model):
         raise ModelError("model", f"{model!r} is neither a path nor a hub name (owner/name)")
-    return ModelSource(model.rsplit("/", 1)[-1], model, None, local=False)
+    return ModelSource(model, model, None, local=False)
 
 
 def find_tokenizer(model: str) -> ModelSource:

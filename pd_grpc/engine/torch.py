@@ -19,6 +19,7 @@ from pd_grpc.engine.base import (
 from pd_grpc.engine.batch_rows import filled, steady_group
 from pd_grpc.engine.fingerprint import model_fingerprint, positions_fingerprint
 from pd_grpc.engine.hf_tokenizer import HfTokenizer, read_tokenizer
+from pd_grpc.engine.hub import reach
 from pd_grpc.engine.memory import HostKvMemory
 from pd_grpc.engine.model_error import ModelError
 from pd_grpc.engine.model_guard import check_attention, kv_shape, refuse_unsupported
@@ -156,6 +157,7 @@ def load_torch_engine(config: EngineConfig, progress: Callable[[str], None]) -> 
         torch.set_num_threads(config.threads)
     source = find_model(config.model)
     progress(f"reading {source.name}" if source.local else f"looking up {source.name} on the hub")
+    source = reach(source)
     dtype: torch.dtype = getattr(torch, config.dtype)
     with reading(source, progress), torch.inference_mode():
         model_config = read_config(source)
