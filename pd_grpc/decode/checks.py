@@ -132,7 +132,11 @@ def check_generate(request: inference_pb2.GenerateRequest, limits: Limits) -> Sa
     check_features(request.sampling, request.scope, limits.features)
     sampling = sampling_from_proto(request.sampling)
     wrong = sampling_errors(sampling) + name_errors(request.request_id, "request_id")
-    if request.WhichOneof("prompt") != "token_ids" or not request.token_ids.ids:
+    kind = request.WhichOneof("prompt")
+    if kind in ("text", "messages"):
+        text = "text and messages are the router's to read; a decode instance takes token_ids"
+        wrong.append(FieldError(kind, text))
+    elif not request.token_ids.ids:
         wrong.append(FieldError("token_ids", "must have at least one token"))
     wrong += token_errors(request.token_ids.ids, limits.vocab_size, "token_ids.ids")
     wrong += token_errors(request.generated_token_ids, limits.vocab_size, "generated_token_ids")

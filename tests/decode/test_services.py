@@ -252,3 +252,13 @@ async def test_bytes_that_are_no_message_end_the_stream_with_an_error(d: Wire) -
     await raw.write(b"\xff\xff\xff\xff")
     assert (await fault_of(raw)).reason is Reason.BAD_REQUEST
     await until(lambda: d.server.machine.find(request.transfer_id, 0) is None)
+
+
+async def test_text_is_refused_with_a_word_on_who_reads_it(d: Wire) -> None:
+    sampling = sampling_pb2.SamplingParams(max_tokens=3)
+    request = inference_pb2.GenerateRequest(text="hello", sampling=sampling)
+    with pytest.raises(grpc.aio.AioRpcError) as raised:
+        await tokens_of(d.inference.Generate(request, timeout=CALL_S))
+    assert raised.value.details() == (
+        "text: text and messages are the router's to read; a decode instance takes token_ids"
+    )
