@@ -1,7 +1,8 @@
 """The prepare pool: which requests may ask their D for blocks now.
 
 Each D has a window of its own inside a total, so that a D that is slow, full or silent holds its
-own window only. Grants not yet computed are bounded too, so that D's blocks are not held idle;
+own window only. Grants not yet computed are bounded too, so that D's blocks are not held idle: the
+Ds at work share `ahead` between them, and one whose grants pile up holds back nobody else.
 Allocates that still wait do not count against that.
 """
 
@@ -20,11 +21,17 @@ class _Lane:
     def __init__(self) -> None:
         self.waiting: OrderedDict[TransferKey, int] = OrderedDict()
         self.asking: set[TransferKey] = set()
+        self.granted: set[TransferKey] = set()
+
+    @property
+    def empty(self) -> bool:
+        """Whether nothing is under way for this D."""
+        return not (self.waiting or self.asking or self.granted)
 
 
 class PreparePool:
-    """`window` Allocates per D and `total` in all may be in flight; none starts while `ahead` or
-    more grants are not yet computed."""
+    """`window` Allocates per D and `total` in all may be in flight; none starts for a D whose share
+    of `ahead` is used up by grants not yet computed."""
 
     def __init__(self, window: int, total: int, ahead: int) -> None:
         self._window = window
@@ -33,7 +40,6 @@ class PreparePool:
         self._lanes: dict[str, _Lane] = {}
         self._lane_of: dict[TransferKey, str] = {}
         self._asking = 0
-        self._granted: set[TransferKey] = set()
         self._arrivals = count()
 
     @property
@@ -44,7 +50,7 @@ class PreparePool:
     @property
     def granted(self) -> int:
         """Grants not yet computed."""
-        return len(self._granted)
+        return sum(len(lane.granted) for lane in self._lanes.values())
 
     def waiting_for(self, endpoint: str) -> int:
         """Requests that wait for their turn to ask one D."""
@@ -65,10 +71,9 @@ class PreparePool:
         open_lanes = [
             lane for endpoint, lane in self._lanes.items() if lane.waiting and may_ask(endpoint)
         ]
-        while self._asking < self._total and len(self._granted) < self._ahead:
-            heads = [
-                lane for lane in open_lanes if lane.waiting and len(lane.asking) < self._window
-            ]
+        share = max(1, -(-self._ahead // max(1, len(self._lanes))))
+        while self._asking < self._total:
+            heads = [lane for lane in open_lanes if self._may_ask_more(lane, share)]
             if not heads:
                 break
             lane = min(heads, key=lambda each: next(iter(each.waiting.values())))
@@ -80,24 +85,33 @@ class PreparePool:
 
     def answered(self, key: TransferKey, granted: bool) -> None:
         """An Allocate in flight has ended; a grant counts until `computed` or `withdraw`."""
-        self.withdraw(key)
-        if granted:
-            self._granted.add(key)
+        endpoint = self._lane_of.get(key)
+        if endpoint is None or not granted:
+            self.withdraw(key)
+            return
+        lane = self._lanes[endpoint]
+        if key in lane.asking:
+            lane.asking.remove(key)
+            self._asking -= 1
+        lane.granted.add(key)
 
     def computed(self, key: TransferKey) -> None:
         """A grant has been computed, or never will be."""
-        self._granted.discard(key)
+        self.withdraw(key)
 
     def withdraw(self, key: TransferKey) -> None:
         """Forget a request, wherever it is."""
-        self._granted.discard(key)
         endpoint = self._lane_of.pop(key, None)
         if endpoint is None:
             return
         lane = self._lanes[endpoint]
         lane.waiting.pop(key, None)
+        lane.granted.discard(key)
         if key in lane.asking:
             lane.asking.remove(key)
             self._asking -= 1
-        if not lane.waiting and not lane.asking:
+        if lane.empty:
             del self._lanes[endpoint]
+
+    def _may_ask_more(self, lane: _Lane, share: int) -> bool:
+        return bool(lane.waiting) and len(lane.asking) < self._window and len(lane.granted) < share

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass
 
-from pd_grpc.blocks.pool import BlockPool, BlockState
+from pd_grpc.blocks.pool import BlockPool, BlockState, Holding
 from pd_grpc.engine.base import PrefillChunk, SampleSpec
 from pd_grpc.prefill.states import PrefillRecord
 from pd_grpc.protocol.layout import KvLayout
@@ -28,6 +28,11 @@ class PrefillScheduler:
     beside it, so that its KV is the same in every company. The oldest request always takes part; a
     younger one where its next chunk still fits. A request takes its blocks when it is first
     computed, all of them, and waits while P's pool is full, holding nothing.
+
+    A D that takes its KV slowly, or not at all, keeps the blocks of its requests busy. So each D
+    may hold its share of the pool and no more, with one share left for a D that is not at work yet;
+    requests for another D then overtake, those for the same D never. A request larger than the
+    share is computed when its D holds nothing.
     """
 
     def __init__(self, pool: BlockPool, layout: KvLayout, batch: int, chunk_tokens: int) -> None:
@@ -38,6 +43,7 @@ class PrefillScheduler:
         self._ready: deque[PrefillRecord] = deque()
         self._running: list[PrefillRecord] = []
         self._alone: set[int] = set()
+        self._held: dict[str, list[Holding]] = {}
 
     def add(self, record: PrefillRecord) -> None:
         """A request is prepared."""
@@ -80,16 +86,42 @@ class PrefillScheduler:
         return tokens + self._next_chunk(record) <= self._chunk_tokens
 
     def _admissible(self) -> PrefillRecord | None:
-        """The oldest prepared request, if there is room for it. None overtakes it."""
+        """The oldest prepared request whose D has not used up its share, if there is room for it.
+        For lack of room none overtakes it."""
         if not self._ready or len(self._running) >= self._batch:
             return None
-        head = self._ready[0]
-        return head if self._layout.blocks_for(len(head.tokens)) <= self._pool.free else None
+        held = self._held_by_decode()
+        at_work = held.keys() | {record.target.endpoint for record in self._ready}
+        share = self._pool.total // (1 + len(at_work))
+        used_up: set[str] = set()
+        for record in self._ready:
+            decode, needed = record.target.endpoint, self._blocks(record)
+            if decode in used_up:
+                continue
+            if decode in held and held[decode] + needed > share:
+                used_up.add(decode)
+                continue
+            return record if needed <= self._pool.free else None
+        return None
+
+    def _held_by_decode(self) -> dict[str, int]:
+        """Blocks of P that each D keeps busy, for the Ds that do."""
+        for decode, holdings in list(self._held.items()):
+            left = [holding for holding in holdings if not holding.released]
+            if left:
+                self._held[decode] = left
+            else:
+                del self._held[decode]
+        return {decode: sum(len(h.blocks) for h in held) for decode, held in self._held.items()}
+
+    def _blocks(self, record: PrefillRecord) -> int:
+        return self._layout.blocks_for(len(record.tokens))
 
     def _admit(self, record: PrefillRecord) -> None:
-        needed = self._layout.blocks_for(len(record.tokens))
-        record.holding = self._pool.reserve(needed, BlockState.COMPUTING, str(record.key))
-        self._ready.popleft()
+        holding = self._pool.reserve(self._blocks(record), BlockState.COMPUTING, str(record.key))
+        record.holding = holding
+        self._held.setdefault(record.target.endpoint, []).append(holding)
+        self._ready = deque(other for other in self._ready if other is not record)
         self._running.append(record)
 
     def _next_chunk(self, record: PrefillRecord) -> int:

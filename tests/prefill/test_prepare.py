@@ -73,3 +73,14 @@ def test_a_request_that_is_withdrawn_leaves_nothing_behind() -> None:
     pool.answered(key(2), granted=True)
     pool.withdraw(key(2))
     assert (pool.in_flight, pool.granted, pool.waiting_for("a")) == (0, 0, 0)
+
+
+def test_grants_that_pile_up_for_one_decode_hold_back_no_other() -> None:
+    """S1, invariant 8."""
+    pool = PreparePool(window=8, total=64, ahead=4)
+    fill(pool, "slow", range(8))
+    for started in pool.start(lambda _: True):
+        pool.answered(started, granted=True)
+    assert pool.granted >= 4 and pool.start(lambda _: True) == []
+    fill(pool, "free", range(8, 10))
+    assert pool.start(lambda _: True) == [key(8), key(9)]

@@ -15,11 +15,11 @@ from tests.prefill.world import LAYOUT
 _numbers = count()
 
 
-def record(tokens: int) -> PrefillRecord:
+def record(tokens: int, decode: str = "d") -> PrefillRecord:
     return PrefillRecord(
         key=TransferKey(f"t-{next(_numbers)}", 1),
         call=0,
-        request=prefill_pb2.PrefillRequest(),
+        request=prefill_pb2.PrefillRequest(decodes=[prefill_pb2.DecodeTarget(endpoint=decode)]),
         sampling=Sampling(max_tokens=4),
         tokens=tuple(range(tokens)),
         deadline=0,
@@ -35,8 +35,8 @@ class Bench:
         self.scheduler = PrefillScheduler(self.pool, LAYOUT, batch, chunk_tokens=8)
         self.records: list[PrefillRecord] = []
 
-    def add(self, *tokens: int) -> list[PrefillRecord]:
-        added = [record(n) for n in tokens]
+    def add(self, *tokens: int, decode: str = "d") -> list[PrefillRecord]:
+        added = [record(n, decode) for n in tokens]
         for each in added:
             self.scheduler.add(each)
         self.records += added
@@ -109,6 +109,40 @@ def test_a_request_that_does_not_fit_waits_and_none_overtakes_it() -> None:
     assert bench.step() == [(1, 0, 8)]
     assert bench.step() == [(1, 8, 8)]
     assert bench.step() == [(2, 0, 1)]
+    assert bench.idle()
+
+
+def test_a_decode_that_keeps_its_share_of_blocks_busy_is_overtaken_by_another() -> None:
+    """S2, invariant 8: eight requests for a slow D leave room for one for a free D."""
+    bench = Bench(blocks=12, batch=8)
+    slow = bench.add(*[8] * 8, decode="slow")
+    plans = 0
+    while (plan := bench.scheduler.plan()) is not None:
+        plans += 1
+        for each, chunk in zip(plan.records, plan.chunks, strict=True):
+            each.computed += len(chunk.token_ids)
+            bench.scheduler.remove(each)  # computed, and its KV is never taken
+    held = [each for each in slow if each.holding is not None]
+    assert 0 < len(held) < len(slow) and bench.pool.free >= 4
+    (free,) = bench.add(8, decode="free")
+    assert bench.step() == [(8, 0, 8)] and free.computed == 8
+    assert bench.scheduler.plan() is None, "the slow D has used up its share"
+    held[0].holding.release()  # type: ignore[union-attr]
+    assert bench.step() == [(len(held), 0, 8)], "in order among its own"
+    for each in slow:
+        if each.holding is not None and not each.holding.released:
+            each.holding.release()
+    while bench.step():
+        pass
+    bench.pool.check()
+    assert bench.pool.free == bench.pool.total
+
+
+def test_a_request_larger_than_a_share_is_computed_when_its_decode_holds_nothing() -> None:
+    bench = Bench(blocks=4)
+    bench.add(16)
+    assert bench.step() == [(0, 0, 8)]
+    assert bench.step() == [(0, 8, 8)]
     assert bench.idle()
 
 
