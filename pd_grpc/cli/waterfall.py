@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from rich.table import Table
 from rich.text import Text
 
 _WIDTH = 44
@@ -43,16 +42,20 @@ def time_to_first_token_ms(timings_ms: Mapping[str, float]) -> float:
     return sum(timings_ms.get(stage, 0.0) for stage in _IN_TURN)
 
 
-def waterfall(timings_ms: Mapping[str, float]) -> Table:
-    """A table with one bar per stage, all on one time axis."""
+def waterfall(timings_ms: Mapping[str, float]) -> Text:
+    """Lines with one bar per stage, all on one time axis; no line ends with blanks."""
     rows = bars(timings_ms)
     end = max(bar.start_ms + bar.length_ms for bar in rows) or 1.0
-    table = Table("stage", "ms", "", box=None, pad_edge=False)
-    table.columns[1].justify = "right"
+    names = max(len(bar.stage) for bar in rows)
+    numbers = max(len(f"{bar.length_ms:.1f}") for bar in rows)
+    lines = [Text(f"{'stage':<{names}}  {'ms':>{numbers}}", style="bold")]
     for bar in rows:
         before = round(bar.start_ms / end * _WIDTH)
         length = max(1, round(bar.length_ms / end * _WIDTH)) if bar.length_ms else 0
-        style = "dim" if bar.stage in ("allocate", "exposed_send") else "cyan"
-        line = Text(" " * min(before, _WIDTH - length) + "█" * length, style=style)
-        table.add_row(bar.stage, f"{bar.length_ms:.1f}", line)
-    return table
+        line = Text(f"{bar.stage:<{names}}  {bar.length_ms:>{numbers}.1f}")
+        if length:
+            line.append(" " * (2 + min(before, _WIDTH - length)))
+            style = "dim" if bar.stage in ("allocate", "exposed_send") else "cyan"
+            line.append("█" * length, style=style)
+        lines.append(line)
+    return Text("\n", no_wrap=True).join(lines)

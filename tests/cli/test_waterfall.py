@@ -38,6 +38,9 @@ def test_every_stage_that_took_time_has_a_bar_as_long_as_its_share() -> None:
     console = Console(width=100, color_system=None)
     with console.capture() as captured:
         console.print(waterfall(TIMINGS))
+    lines = captured.get().splitlines()
+    assert lines == [line.rstrip() for line in lines], "blanks at the end of a line"
+    assert lines[1:3] == ["route          1.0  █", "queue          2.0   ███"]
     lengths = {
         line.split()[0]: line.count("█") for line in captured.get().splitlines()[1:] if line.strip()
     }
