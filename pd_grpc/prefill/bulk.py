@@ -17,7 +17,7 @@ from pd_grpc.prefill.actions import OpenTransfer
 from pd_grpc.prefill.posting import post
 from pd_grpc.prefill.sender import TransferSender
 from pd_grpc.protocol.clock import Clock
-from pd_grpc.protocol.faults import Fault, TransportFault, stage_deadline
+from pd_grpc.protocol.faults import Fault, Reason, TransportFault, stage_deadline
 from pd_grpc.protocol.layout import KvLayout
 from pd_grpc.protocol.refs import TransferKey
 from pd_grpc.transport.base import SendStream, SendTransport, Slab
@@ -227,8 +227,11 @@ class _Transfer:
         self._tell(ev.KvAcked(self._key, self._shard, ranges, self._sender.acked_bytes))
 
     def completed(self) -> None:
-        self._sender.completed()
-        self._tell(ev.TransferCompleted(self._key, self._shard))
+        if self._sender.completed():
+            self._tell(ev.TransferCompleted(self._key, self._shard))
+            return
+        text = "the shard says that it has everything before everything was sent"
+        self.broken(Fault(Reason.WRONG_STATE, text, {"state": "completed"}))
 
     def broken(self, fault: Fault | TransportFault) -> None:
         self._sender.broken()

@@ -59,7 +59,14 @@ def ended_fault(ended: decode_pb2.TransferEnded) -> Fault:
 
 def end_state_fault(state: types_pb2.TransferState) -> Fault:
     """A transfer that D has ended, of which nothing more is known."""
-    name = types_pb2.TransferState.Name(state).removeprefix("TRANSFER_STATE_")
+    name = _name(state)
     expired = state == types_pb2.TRANSFER_STATE_EXPIRED
     reason = Reason.LEASE_EXPIRED if expired else Reason.RELEASED
     return Fault(reason, f"the decode instance had ended the transfer: {name}", {"state": name})
+
+
+def _name(state: types_pb2.TransferState) -> str:
+    """A newer D may know states that have no name here."""
+    if state not in types_pb2.TransferState.values():
+        return f"state {int(state)}"
+    return types_pb2.TransferState.Name(state).removeprefix("TRANSFER_STATE_")

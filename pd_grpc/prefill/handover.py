@@ -19,7 +19,7 @@ from pd_grpc.prefill.sessions import backoff_s
 from pd_grpc.prefill.states import PrefillRecord, PrefillState, Stream
 from pd_grpc.prefill.validation import ModelLimits
 from pd_grpc.protocol.config import PrefillConfig
-from pd_grpc.protocol.faults import Fault, Reason, stage_deadline
+from pd_grpc.protocol.faults import Fault, Reason, TransportFault, stage_deadline
 from pd_grpc.protocol.messages import seconds
 from pd_grpc.protocol.refs import TransferKey
 from pd_grpc.v1 import decode_pb2, transfer_pb2, types_pb2
@@ -29,6 +29,16 @@ _GONE = frozenset(
         types_pb2.TRANSFER_STATE_FAILED,
         types_pb2.TRANSFER_STATE_RELEASED,
         types_pb2.TRANSFER_STATE_EXPIRED,
+    }
+)
+_TAKEN = frozenset(
+    {
+        types_pb2.TRANSFER_STATE_RESERVED,
+        types_pb2.TRANSFER_STATE_RECEIVING,
+        types_pb2.TRANSFER_STATE_READY,
+        types_pb2.TRANSFER_STATE_DECODING,
+        types_pb2.TRANSFER_STATE_PREEMPTED,
+        types_pb2.TRANSFER_STATE_FINISHED,
     }
 )
 _FINISH = {
@@ -99,7 +109,9 @@ class Handover:
             return
         record.streams[event.shard] = Stream.BROKEN
         fault = event.fault
-        if isinstance(fault, Fault) or not fault.peer_lost:
+        # A session that was replaced meanwhile is as good as a connection that was.
+        again = fault.reason is Reason.NO_SESSION if isinstance(fault, Fault) else fault.peer_lost
+        if not again:
             self._fail(record, _of_transfer(fault, record), now, True)
             return
         timers = self._requests.timers
@@ -201,6 +213,10 @@ class Handover:
             return
         assert event.fault is not None
         fault = as_fault(event.fault, record.target.endpoint, "first_token")
+        if fault.reason is Reason.STAGE_DEADLINE and isinstance(event.fault, TransportFault):
+            # The call's own time is over, not the request's: D is silent.
+            text = f"the decode instance at {record.target.endpoint} did not take the first token"
+            fault = Fault(Reason.DECODE_LOST, text)
         if fault.reason not in (Reason.DECODE_LOST, Reason.NO_SESSION):
             self._fail(record, fault, now, True)
         elif self._reachable(record):
@@ -232,6 +248,11 @@ class Handover:
     def _delivered(self, record: PrefillRecord, state: types_pb2.TransferState, now: float) -> None:
         if state in _GONE:
             self._fail(record, end_state_fault(state), now, False)
+            return
+        if state not in _TAKEN:
+            text = f"the decode instance answered the first token with state {int(state)}"
+            fault = Fault(Reason.WRONG_STATE, text, {"state": str(int(state))})
+            self._fail(record, fault, now, True)
             return
         record.first_token_delivered = True
         record.times.first_token_answered = now

@@ -69,9 +69,10 @@ class SessionStream:
         except grpc.aio.AioRpcError as error:
             fault = rpc.read_error(error)
         finally:
+            # Whatever ended the reading, nobody listens any more: the session is broken.
             writer.cancel()
             call.cancel()
-        self._tell(ev.SessionBroken(self._opened.endpoint, self._opened.link, fault))
+            self._tell(ev.SessionBroken(self._opened.endpoint, self._opened.link, fault))
 
     async def _write(self, call: Any) -> None:
         # Why a write fails is the reader's to tell.

@@ -237,6 +237,13 @@ def _objection(record: PrefillRecord, session: DecodeSession) -> Fault | None:
             f"{session.endpoint} is {name}, not {record.target.name}",
             {"field": "decode_name", "ours": record.target.name, "theirs": name},
         )
+    meant = record.request.ref.decode_epoch
+    if record.choice == 0 and meant not in (0, session.instance.epoch):
+        return Fault(
+            Reason.STALE_EPOCH,
+            f"the transfer means another process of {name}",
+            {"meant": str(meant), "here": str(session.instance.epoch)},
+        )
     if session.draining:
         return Fault(Reason.DRAINING, f"decode instance {name} is draining")
     if record.sampling.logprobs is not None and "logprobs" not in session.welcome.features:

@@ -110,9 +110,10 @@ class TransferSender:
         for slab in ranges:
             self._mark_verified(slab)
 
-    def completed(self) -> None:
-        """The shard has everything."""
-        self._completed = True
+    def completed(self) -> bool:
+        """The shard has everything. False when it says so before all was sent: it lies."""
+        self._completed = self._end_sent
+        return self._completed
 
     def broken(self) -> None:
         """The stream has ended; nothing is sent until the next one."""

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from pd_grpc.prefill.actions import Action, CloseSession, OpenSession, SendOnSession
 from pd_grpc.protocol.config import Timeouts
-from pd_grpc.protocol.faults import Fault, Reason, TransportFault
+from pd_grpc.protocol.faults import Code, Fault, Reason, TransportFault
 from pd_grpc.protocol.layout import KvLayout
 from pd_grpc.protocol.messages import layout_from_proto, seconds
 from pd_grpc.protocol.timers import Timers
@@ -227,6 +227,9 @@ class DecodeSession:
             self.phase is Phase.CONNECTING or fault.reason in _TURNED_AWAY
         ):
             return [*self._become_idle(), Refused(fault, self._name)]
+        if isinstance(fault, TransportFault) and fault.code is Code.UNIMPLEMENTED:
+            text = f"{self._who} is no decode instance: {fault.message}"
+            return [*self._become_idle(), Refused(Fault(Reason.WRONG_INSTANCE, text), self._name)]
         why = "the session ended" if fault is None else str(fault)
         if self.phase is Phase.CONNECTING:
             return self._failed_to_connect(why, now)
