@@ -65,7 +65,7 @@ def run(
         config = load_settings(settings, argv, os.environ)
         keep_freed_memory()
         configure_logging(config.log_format, config.log_level)
-        provider = make_provider(f"pd-grpc-{role}", config.name or role, config.otlp)
+        provider = _provider(role, config)
         return asyncio.run(_serve(role, config, provider, start))
     except (SettingsError, ModelError) as error:
         print(f"pd-grpc serve {role}: {error}", file=sys.stderr)
@@ -73,6 +73,13 @@ def run(
     except PortInUse as error:
         print(f"pd-grpc serve {role}: {error}", file=sys.stderr)
         return EXIT_PORT_IN_USE
+
+
+def _provider(role: str, config: ServerConfig) -> TracerProvider | None:
+    try:
+        return make_provider(f"pd-grpc-{role}", config.name or role, config.otlp)
+    except RuntimeError as error:  # the exporter is not installed
+        raise SettingsError(str(error)) from error
 
 
 def progress(line: str) -> None:

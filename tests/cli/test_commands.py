@@ -217,19 +217,37 @@ def test_status_without_a_router_fails_in_one_line() -> None:
 # --- serve ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("role", ["prefill", "decode", "router"])
-def test_serve_help_needs_nothing_but_the_core(role: str) -> None:
-    hidden = "torch transformers numpy grpc_health grpc_reflection grpc_channelz google_crc32c"
+def pd_grpc_without(modules: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run the command where these modules cannot be imported."""
     code = (
-        f"import sys\nsys.modules.update(dict.fromkeys({hidden.split()!r}))\n"
-        f"sys.argv[1:] = ['serve', {role!r}, '--help']\n"
+        f"import sys\nsys.modules.update(dict.fromkeys({modules.split()!r}))\n"
+        f"sys.argv[1:] = {arguments!r}\n"
         "from pd_grpc.cli.main import app\napp()"
     )
-    run = subprocess.run(
+    return subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=50, check=False
     )
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode", "router"])
+def test_serve_help_needs_nothing_but_the_core(role: str) -> None:
+    extras = "torch transformers numpy grpc_health grpc_reflection grpc_channelz google_crc32c"
+    run = pd_grpc_without(extras, "serve", role, "--help")
     assert run.returncode == 0, run.stderr
     assert "--lease-s" in run.stdout
+
+
+@pytest.mark.parametrize(
+    ("missing", "flags", "says"),
+    [
+        ("grpc_health.v1", [], "it needs grpc_health.v1: pip install 'pd-grpc[all]'"),
+        ("opentelemetry.exporter", ["--otlp", "h:1"], "pip install 'pd-grpc[otlp]'"),
+    ],
+)
+def test_serve_says_what_has_to_be_installed(missing: str, flags: list[str], says: str) -> None:
+    run = pd_grpc_without(missing, "serve", "router", "--engine", "sim", *flags)
+    assert run.returncode == 2
+    assert says in run.stderr and len(run.stderr.splitlines()) == 1
 
 
 @pytest.mark.parametrize("role", ["prefill", "decode", "router"])
