@@ -10,7 +10,7 @@ import grpc.aio
 from google.protobuf.message import DecodeError
 
 from pd_grpc.decode import events as ev
-from pd_grpc.decode.outbox import SessionOutbox
+from pd_grpc.decode.outbox import SessionOutbox, TokenOutbox
 from pd_grpc.decode.runtime import DecodeRuntime
 from pd_grpc.protocol import rpc
 from pd_grpc.protocol.config import Timeouts
@@ -33,7 +33,10 @@ class DecodeService(decode_pb2_grpc.DecodeServiceServicer):
         self._timeouts = timeouts
 
     async def Session(self, request_iterator: Any, context: Context) -> None:
-        first = await anext(aiter(request_iterator), None)
+        try:
+            first = await anext(aiter(request_iterator), None)
+        except DecodeError:
+            await rpc.abort(context, _garbage())
         if first is None:
             return
         if first.WhichOneof("message") != "hello":
@@ -75,7 +78,7 @@ class DecodeService(decode_pb2_grpc.DecodeServiceServicer):
                 elif kind == "hello":
                     raise _out_of_order("hello came twice")
         except DecodeError:
-            raise bad_request([FieldError("message", "is no protobuf")]) from None
+            raise _garbage() from None
 
     async def Allocate(
         self, request: decode_pb2.AllocateRequest, context: Context
@@ -131,8 +134,8 @@ class DecodeInference(inference_pb2_grpc.InferenceServiceServicer):
         parent = extract(context.invocation_metadata())
         call, outbox = self._runtime.open_generate(request, budget_s, parent)
         try:
-            while (message := await outbox.next()) is not None:
-                await context.write(message)
+            # The machine answers within the budget; what follows is for the reader to take it.
+            await rpc.write_within(_write_all(outbox, context), budget_s + rpc.FAREWELL_S)
         except Fault as fault:
             await rpc.abort(context, fault)
         finally:
@@ -142,6 +145,15 @@ class DecodeInference(inference_pb2_grpc.InferenceServiceServicer):
         self, request: inference_pb2.GetModelInfoRequest, context: Context
     ) -> inference_pb2.GetModelInfoResponse:
         return self._model_info
+
+
+async def _write_all(outbox: TokenOutbox, context: Context) -> None:
+    while (message := await outbox.next()) is not None:
+        await context.write(message)
+
+
+def _garbage() -> Fault:
+    return bad_request([FieldError("message", "is no protobuf")])
 
 
 def _out_of_order(text: str) -> Fault:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+from collections.abc import Coroutine
 from typing import Any, NoReturn
 
 import grpc
@@ -12,10 +14,13 @@ from google.rpc import status_pb2
 
 from pd_grpc.protocol.config import ServerConfig, Sizes, Timeouts
 from pd_grpc.protocol.endpoints import PortInUse, address, check_can_listen
-from pd_grpc.protocol.faults import Code, Fault, TransportFault, read_status
+from pd_grpc.protocol.faults import Code, Fault, TransportFault, read_status, stage_deadline
 
 _NO_DEADLINE_S = 1e9
 """grpc reports about 9e18 s for a call without a deadline."""
+
+FAREWELL_S = 1.0
+"""How long a peer may take to read the status that ends its call."""
 
 _DETAILS_KEY = "grpc-status-details-bin"
 
@@ -111,13 +116,29 @@ async def abort(context: grpc.aio.ServicerContext[Any, Any], fault: Fault) -> No
 async def abort_with(
     context: grpc.aio.ServicerContext[Any, Any], status: status_pb2.Status
 ) -> NoReturn:
-    """End the call with a status."""
-    await context.abort(
+    """End the call with a status.
+
+    A peer that reads nothing holds the status back; after `FAREWELL_S` the handler ends without
+    waiting for it to be taken.
+    """
+    aborting = context.abort(
         grpc_code(Code(status.code)),
         status.message,
         trailing_metadata=((_DETAILS_KEY, status.SerializeToString()),),
     )
+    try:
+        await asyncio.wait_for(aborting, FAREWELL_S)
+    except asyncio.TimeoutError:
+        raise asyncio.CancelledError from None
     raise AssertionError("abort returns never")
+
+
+async def write_within(writing: Coroutine[Any, Any, None], limit_s: float) -> None:
+    """Write a stream to its end. Fault STAGE_DEADLINE when the reader has not taken it by then."""
+    try:
+        await asyncio.wait_for(writing, limit_s)
+    except asyncio.TimeoutError:
+        raise stage_deadline("read") from None
 
 
 def grpc_code(code: Code) -> grpc.StatusCode:
@@ -150,4 +171,5 @@ __all__ = [
     "server_options",
     "sync_channel",
     "time_left",
+    "write_within",
 ]

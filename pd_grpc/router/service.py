@@ -130,8 +130,8 @@ class RouterService(inference_pb2_grpc.InferenceServiceServicer):
         finally:
             tracing.end(route, error=error)
         try:
-            while (message := await call.next_message()) is not None:
-                await write(message)
+            left = budget_ends - routing.clock.now() + rpc.FAREWELL_S
+            await rpc.write_within(_write_all(call, write), left)
         finally:
             await call.close()
 
@@ -148,3 +148,8 @@ class RouterService(inference_pb2_grpc.InferenceServiceServicer):
         except asyncio.TimeoutError:
             raise stage_deadline("route") from None
         return fit(request, request_id, kind, token_ids, limits, routing.config.default_max_tokens)
+
+
+async def _write_all(call: RoutedCall, write: Write) -> None:
+    while (message := await call.next_message()) is not None:
+        await write(message)
