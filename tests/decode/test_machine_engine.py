@@ -334,7 +334,7 @@ def test_a_step_that_fails_while_prefilling_fails_the_request(d: Harness) -> Non
     ("field", "fields"),
     [
         ("token_ids", {"token_ids": inference_pb2.TokenIds()}),
-        ("token_ids", {"text": "not tokens"}),
+        ("text", {"text": "not tokens"}),
         ("token_ids.ids[0]", {"token_ids": inference_pb2.TokenIds(ids=[1000])}),
         ("generated_token_ids[1]", {"generated_token_ids": [1, 1000]}),
         ("generated_token_ids", {"generated_token_ids": [1] * 5}),
