@@ -8,6 +8,12 @@ from pathlib import Path
 
 import psutil
 import pytest
+from hypothesis import settings
+
+# The same examples in every run, so that a change is judged by what it changed. To look further:
+# pytest --hypothesis-profile=default
+settings.register_profile("repeatable", derandomize=True)
+settings.load_profile("repeatable")
 
 SHARED_MEMORY = Path("/dev/shm")
 # Processes the standard library starts once and stops when the interpreter exits.
