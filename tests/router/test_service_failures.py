@@ -153,4 +153,5 @@ async def test_the_legs_have_what_is_left_of_the_clients_deadline(site: Site) ->
     # gRPC rounds a deadline of 10 to 100 s up to tenths of a second on the wire.
     assert 29 < site.p.time_left[0] <= 30
     assert 29 < site.d1.time_left[0] <= 30
-    assert 299 < site.p.time_left[1] <= 300, "without a deadline the budget is the default"
+    # And one of 100 s and more to whole seconds.
+    assert 299 < site.p.time_left[1] <= 301, "without a deadline the budget is the default"
