@@ -14,7 +14,7 @@ from pd_grpc.client import Answer, Client, Fault, TransportFault
 
 MUST_HOLD = ("What is the capital of France?", "Paris")
 OTHERS = (
-    "Name three colours of the rainbow.",
+    "Name the largest ocean on Earth.",
     "What is 2 + 2?",
 )
 _MAX_TOKENS = 64
