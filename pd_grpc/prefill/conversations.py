@@ -6,7 +6,7 @@ from collections.abc import Callable
 from itertools import count
 from typing import Protocol
 
-from pd_grpc.prefill import sessions
+from pd_grpc.prefill import notices, sessions
 from pd_grpc.prefill.actions import ForgetDecode, Superseded
 from pd_grpc.prefill.decode_faults import ended_fault
 from pd_grpc.prefill.events import SessionBroken, SessionMessage
@@ -157,7 +157,7 @@ class Conversations:
     def _consume(self, session: DecodeSession, out: list[sessions.Output], now: float) -> None:
         """Pass actions on, and act on notices."""
         for each in out:
-            if isinstance(each, sessions.Opened):
+            if isinstance(each, notices.Opened):
                 if (twin := self._twin(session, now)) is not None:
                     self._consume(session, session.refuse(_same(session, twin)), now)
                     continue
@@ -165,18 +165,18 @@ class Conversations:
                 for record in self._bound(session):
                     if record.grant is not None:
                         self._placed.session_up(record, now)
-            elif isinstance(each, sessions.Unreachable):
+            elif isinstance(each, notices.Unreachable):
                 self._drop_waiting(session, each.fault, now)
-            elif isinstance(each, sessions.Lost):
+            elif isinstance(each, notices.Lost):
                 self._drop_known(session, each.fault, now)
                 self._drop_waiting(session, each.fault, now)
-            elif isinstance(each, sessions.Refused):
+            elif isinstance(each, notices.Refused):
                 self._refused(session, each, now)
-            elif isinstance(each, sessions.UnknownGrants):
+            elif isinstance(each, notices.UnknownGrants):
                 self._lose_grants(session, each.grant_ids, now)
-            elif isinstance(each, sessions.Ended):
+            elif isinstance(each, notices.Ended):
                 self._ended(session, each.ended, now)
-            elif not isinstance(each, sessions.Draining | sessions.Left):
+            elif not isinstance(each, notices.Draining | notices.Left):
                 self._requests.do(each)
         if session.phase is Phase.IDLE:
             for user in session.users - self._requests.in_flight.keys():
@@ -223,7 +223,7 @@ class Conversations:
             elif record.asking:
                 self._placed.lose_ask(record, fault, now)
 
-    def _refused(self, session: DecodeSession, refused: sessions.Refused, now: float) -> None:
+    def _refused(self, session: DecodeSession, refused: notices.Refused, now: float) -> None:
         fault = refused.fault
         if fault.reason is Reason.STALE_EPOCH and self.superseded is None:
             self.superseded = fault

@@ -5,9 +5,19 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Callable
-from dataclasses import dataclass
 
 from pd_grpc.prefill.actions import Action, CloseSession, OpenSession, SendOnSession
+from pd_grpc.prefill.notices import (
+    Draining,
+    Ended,
+    Left,
+    Lost,
+    Notice,
+    Opened,
+    Refused,
+    UnknownGrants,
+    Unreachable,
+)
 from pd_grpc.protocol.config import Timeouts
 from pd_grpc.protocol.faults import Code, Fault, Reason, TransportFault
 from pd_grpc.protocol.layout import KvLayout
@@ -53,59 +63,6 @@ _DUE_IN = {
 """Each timer, and the phases in which it means something."""
 
 
-@dataclass(frozen=True)
-class Opened:
-    """Calls may be made in the session's name."""
-
-
-@dataclass(frozen=True)
-class Unreachable:
-    """A try to connect has failed. Within grace there will be another, which may still save those
-    that hold grants."""
-
-    fault: Fault
-
-
-@dataclass(frozen=True)
-class Refused:
-    """D, or what answers in its place, will have none of us. `name` is the D that was asked for."""
-
-    fault: Fault
-    name: str
-
-
-@dataclass(frozen=True)
-class Lost:
-    """D as we knew it is gone, with every grant and every Allocate in flight."""
-
-    fault: Fault
-
-
-@dataclass(frozen=True)
-class Draining:
-    """D grants nothing new."""
-
-
-@dataclass(frozen=True)
-class UnknownGrants:
-    """D does not know these grants, which a heartbeat listed."""
-
-    grant_ids: tuple[str, ...]
-
-
-@dataclass(frozen=True)
-class Ended:
-    """A transfer has ended on D."""
-
-    ended: decode_pb2.TransferEnded
-
-
-@dataclass(frozen=True)
-class Left:
-    """We have said goodbye, for want of anything to do."""
-
-
-Notice = Opened | Unreachable | Refused | Lost | Draining | UnknownGrants | Ended | Left
 Output = Action | Notice
 
 

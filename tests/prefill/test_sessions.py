@@ -7,6 +7,7 @@ from itertools import count
 
 import pytest
 
+from pd_grpc.prefill import notices
 from pd_grpc.prefill import sessions as s
 from pd_grpc.prefill.actions import CloseSession, OpenSession, SendOnSession
 from pd_grpc.prefill.sessions import DecodeSession, Phase
@@ -88,7 +89,7 @@ def test_a_session_opens_when_it_is_needed_and_not_twice() -> None:
     talk.bind("v")
     assert talk.kinds() == [OpenSession]
     talk.welcome()
-    assert talk.kinds() == [s.Opened]
+    assert talk.kinds() == [notices.Opened]
     assert (talk.phase(), talk.session.session_id) == (Phase.OPEN, "d1-s1")
 
 
@@ -143,7 +144,7 @@ def test_reconnects_back_off_up_to_their_maximum() -> None:
             tries.append(round(talk.now - began, 3))
             talk.broke()
     assert tries == [0.05, 0.15, 0.35, 0.6, 0.85]
-    assert s.Lost in talk.kinds()
+    assert notices.Lost in talk.kinds()
 
 
 def test_a_session_that_comes_back_within_grace_tells_d_at_once_what_it_holds() -> None:
@@ -154,9 +155,9 @@ def test_a_session_that_comes_back_within_grace_tells_d_at_once_what_it_holds() 
     talk.welcome()
     (beat,) = talk.beats()
     assert list(beat.grant_ids) == ["g-1"]
-    assert s.Opened in talk.kinds()
+    assert notices.Opened in talk.kinds()
     talk.advance(4)
-    assert s.Lost not in talk.kinds()
+    assert notices.Lost not in talk.kinds()
 
 
 def test_another_epoch_of_d_has_lost_everything() -> None:
@@ -167,14 +168,14 @@ def test_another_epoch_of_d_has_lost_everything() -> None:
     talk.said.clear()
     talk.welcome()
     assert talk.beats() == []
-    assert talk.kinds() == [s.Lost, s.Opened]
+    assert talk.kinds() == [notices.Lost, notices.Opened]
 
 
 def test_a_break_with_nobody_bound_is_not_mended() -> None:
     talk = open_talk()
     talk.session.unbind("u", talk.now)
     talk.broke()
-    assert talk.kinds() == [s.Left]
+    assert talk.kinds() == [notices.Left]
     assert talk.session.next_wake() is None
 
 
@@ -197,7 +198,7 @@ def test_an_idle_session_says_goodbye() -> None:
     assert talk.now == pytest.approx(300, abs=6)
     last = [x for x in talk.said if isinstance(x, SendOnSession)][-1]
     assert last.message.HasField("goodbye")
-    assert talk.kinds()[-2:] == [CloseSession, s.Left]
+    assert talk.kinds()[-2:] == [CloseSession, notices.Left]
 
 
 @pytest.mark.parametrize(
@@ -208,7 +209,7 @@ def test_a_refusal_is_final_whenever_it_comes(reason: Reason) -> None:
         talk.bind("w")
         talk.broke(Fault(reason, "no"))
         assert talk.phase() is Phase.IDLE
-        assert talk.kinds()[-1] is s.Refused
+        assert talk.kinds()[-1] is notices.Refused
 
 
 def test_an_open_session_that_d_ends_for_silence_is_opened_again() -> None:
@@ -221,7 +222,7 @@ def test_only_grants_that_are_held_can_be_unknown() -> None:
     talk = open_talk()
     assert talk.hear(heartbeat_ack=decode_pb2.HeartbeatAck(unknown_grant_ids=["x"])) == []
     out = talk.hear(heartbeat_ack=decode_pb2.HeartbeatAck(unknown_grant_ids=["x", "g-1"]))
-    assert out == [s.UnknownGrants(("g-1",))]
+    assert out == [notices.UnknownGrants(("g-1",))]
 
 
 @pytest.mark.parametrize("first", ["heartbeat_ack", "load", "goodbye"])
@@ -231,13 +232,13 @@ def test_a_d_that_says_something_else_before_welcome_is_refused(first: str) -> N
     message = decode_pb2.SessionResponse()
     getattr(message, first).SetInParent()
     talk.do(talk.session.message(talk.session.link, message, 0))
-    assert talk.kinds() == [OpenSession, CloseSession, s.Refused]
+    assert talk.kinds() == [OpenSession, CloseSession, notices.Refused]
 
 
 def test_a_second_welcome_is_refused() -> None:
     talk = open_talk()
     talk.welcome()
-    assert talk.kinds() == [CloseSession, s.Refused]
+    assert talk.kinds() == [CloseSession, notices.Refused]
 
 
 def test_what_an_earlier_stream_says_means_nothing() -> None:
@@ -253,7 +254,7 @@ def test_a_connect_that_takes_too_long_is_given_up() -> None:
     talk = Talk()
     talk.bind()
     talk.advance(2)
-    assert talk.kinds() == [OpenSession, CloseSession, s.Unreachable]
+    assert talk.kinds() == [OpenSession, CloseSession, notices.Unreachable]
     assert talk.phase() is Phase.IDLE
 
 
