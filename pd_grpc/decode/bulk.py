@@ -25,6 +25,7 @@ from pd_grpc.protocol import rpc
 from pd_grpc.protocol.clock import Clock
 from pd_grpc.protocol.config import DecodeConfig
 from pd_grpc.protocol.faults import Fault, Reason, bad_request
+from pd_grpc.protocol.posting import post
 from pd_grpc.protocol.sampling import FieldError
 from pd_grpc.protocol.serving import HandlerRegistry
 from pd_grpc.transport.chunk_codec import SERVICE, IncomingRequest, parse_request
@@ -74,7 +75,7 @@ class BulkServer:
 
     def post(self, action: act.ToReceiver) -> None:
         """Say what may come, in order; from any thread."""
-        self._loop.call_soon_threadsafe(self._take, action)
+        post(self._loop, self._take, action)
 
     async def Transfer(self, request_iterator: Any, context: Context) -> None:
         """One stream of chunks in and acks out."""

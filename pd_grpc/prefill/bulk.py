@@ -14,11 +14,11 @@ from typing import Any
 
 from pd_grpc.prefill import events as ev
 from pd_grpc.prefill.actions import OpenTransfer
-from pd_grpc.prefill.posting import post
 from pd_grpc.prefill.sender import TransferSender
 from pd_grpc.protocol.clock import Clock
 from pd_grpc.protocol.faults import Fault, Reason, TransportFault, stage_deadline
 from pd_grpc.protocol.layout import KvLayout
+from pd_grpc.protocol.posting import post
 from pd_grpc.protocol.refs import TransferKey
 from pd_grpc.transport.base import SendStream, SendTransport, Slab
 

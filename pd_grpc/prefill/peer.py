@@ -14,9 +14,9 @@ import grpc.aio
 
 from pd_grpc.prefill import actions as act
 from pd_grpc.prefill import events as ev
-from pd_grpc.prefill.posting import post
 from pd_grpc.protocol import rpc
 from pd_grpc.protocol.config import PrefillConfig
+from pd_grpc.protocol.posting import post
 from pd_grpc.protocol.refs import TransferKey
 from pd_grpc.v1 import decode_pb2, decode_pb2_grpc
 

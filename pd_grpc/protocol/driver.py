@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Generic, Protocol, TypeVar
 
 from pd_grpc.protocol.clock import Clock
+from pd_grpc.protocol.posting import post
 
 E = TypeVar("E")
 A_co = TypeVar("A_co", covariant=True)
@@ -60,8 +61,7 @@ class Driver(Generic[E, A]):
 
     def feed_from_thread(self, event: E) -> None:
         """Let something happen; from any thread. Nothing happens once the loop has ended."""
-        if not self._loop.is_closed():
-            self._loop.call_soon_threadsafe(self.feed, event)
+        post(self._loop, self.feed, event)
 
     def wake(self) -> None:
         """Let time pass; on the loop."""

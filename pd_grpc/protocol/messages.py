@@ -11,7 +11,7 @@ from google.protobuf.duration_pb2 import Duration
 
 from pd_grpc.protocol.layout import CANONICAL, GroupKind, KvGroup, KvLayout, Plane, PlaneKind
 from pd_grpc.protocol.sampling import FieldError, Sampling
-from pd_grpc.v1 import inference_pb2, layout_pb2, sampling_pb2
+from pd_grpc.v1 import layout_pb2, sampling_pb2
 
 MAX_DURATION_S = 315_576_000_000
 """The longest Duration that protobuf allows, some ten thousand years."""
@@ -162,8 +162,3 @@ def token_errors(token_ids: Sequence[int], vocab_size: int, field: str) -> list[
             limit = f"{token_id} is outside the vocabulary; ids are below {vocab_size}"
             return [FieldError(f"{field}[{i}]", limit)]
     return []
-
-
-def prompt_of(request: inference_pb2.GenerateRequest) -> list[int]:
-    """The token ids of a Generate that carries token ids."""
-    return list(request.token_ids.ids)

@@ -18,7 +18,6 @@ from pd_grpc.protocol.messages import (
     layout_from_proto,
     layout_to_proto,
     prompt_digest,
-    prompt_of,
     sampling_from_proto,
     sampling_to_proto,
     seconds,
@@ -27,7 +26,7 @@ from pd_grpc.protocol.messages import (
     unbuilt_scope,
 )
 from pd_grpc.protocol.sampling import Sampling
-from pd_grpc.v1 import inference_pb2, layout_pb2, sampling_pb2
+from pd_grpc.v1 import layout_pb2, sampling_pb2
 
 samplings = st.builds(
     Sampling,
@@ -198,12 +197,6 @@ def test_the_first_token_outside_the_vocabulary_is_named_with_the_limit() -> Non
     assert wrong.field == "token_ids[1]"
     assert token_errors([], 100, "token_ids") == []
     assert "100 is outside" in wrong.description and "below 100" in wrong.description
-
-
-def test_a_prompt_of_token_ids_is_read_as_they_came() -> None:
-    request = inference_pb2.GenerateRequest()
-    request.token_ids.ids.extend([3, 1, 2])
-    assert prompt_of(request) == [3, 1, 2]
 
 
 def test_a_duration_beyond_what_protobuf_allows_is_cut_to_that() -> None:
