@@ -41,6 +41,8 @@ class Cluster:
         for pool in self.pools():
             await until(partial(_all_free, pool))
             pool.check()
+        # The last word of a request may still be on its way; the listing itself is asked over gRPC.
+        await until(self._nothing_in_flight)
         endpoints = [self.router.endpoint]
         endpoints += [server.endpoint for server in self.prefills]
         endpoints += [server.endpoint for server in self.decodes]
@@ -49,6 +51,10 @@ class Cluster:
                 admin = admin_pb2_grpc.AdminServiceStub(channel)
                 listed = await admin.ListTransfers(admin_pb2.ListTransfersRequest(), timeout=5)
                 assert list(listed.transfers) == []
+
+    def _nothing_in_flight(self) -> bool:
+        views = [p.view for p in self.prefills] + [d.view for d in self.decodes]
+        return not self.router.in_flight.running() and not any(v.transfers() for v in views)
 
     @contextlib.asynccontextmanager
     async def client(self) -> AsyncIterator[inference_pb2_grpc.InferenceServiceStub]:
