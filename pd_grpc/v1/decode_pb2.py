@@ -29,7 +29,7 @@ from pd_grpc.v1 import sampling_pb2 as pd__grpc_dot_v1_dot_sampling__pb2
 from pd_grpc.v1 import types_pb2 as pd__grpc_dot_v1_dot_types__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17pd_grpc/v1/decode.proto\x12\npd_grpc.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x17google/rpc/status.proto\x1a\x17pd_grpc/v1/layout.proto\x1a\x19pd_grpc/v1/sampling.proto\x1a\x16pd_grpc/v1/types.proto\"\x93\x01\n\x0eSessionRequest\x12\"\n\x05hello\x18\x01 \x01(\x0b\x32\x11.pd_grpc.v1.HelloH\x00\x12*\n\theartbeat\x18\x02 \x01(\x0b\x32\x15.pd_grpc.v1.HeartbeatH\x00\x12&\n\x07goodbye\x18\x03 \x01(\x0b\x32\x13.pd_grpc.v1.GoodbyeH\x00\x42\t\n\x07message\"\x9a\x02\n\x0fSessionResponse\x12&\n\x07welcome\x18\x01 \x01(\x0b\x32\x13.pd_grpc.v1.WelcomeH\x00\x12\x31\n\rheartbeat_ack\x18\x02 \x01(\x0b\x32\x18.pd_grpc.v1.HeartbeatAckH\x00\x12 \n\x04load\x18\x03 \x01(\x0b\x32\x10.pd_grpc.v1.LoadH\x00\x12\"\n\x05\x64rain\x18\x04 \x01(\x0b\x32\x11.pd_grpc.v1.DrainH\x00\x12\x33\n\x0etransfer_ended\x18\x05 \x01(\x0b\x32\x19.pd_grpc.v1.TransferEndedH\x00\x12&\n\x07goodbye\x18\x06 \x01(\x0b\x32\x13.pd_grpc.v1.GoodbyeH\x00\x42\t\n\x07message\"\xe3\x01\n\x05Hello\x12&\n\x08instance\x18\x01 \x01(\x0b\x32\x14.pd_grpc.v1.Instance\x12\x13\n\x0b\x64\x65\x63ode_name\x18\x02 \x01(\t\x12\x10\n\x08\x66\x65\x61tures\x18\x03 \x03(\t\x12%\n\x07layouts\x18\x04 \x03(\x0b\x32\x14.pd_grpc.v1.KvLayout\x12)\n\ntransports\x18\x05 \x03(\x0e\x32\x15.pd_grpc.v1.Transport\x12!\n\x06shards\x18\x06 \x03(\x0b\x32\x11.pd_grpc.v1.Shard\x12\x16\n\x0ehash_algorithm\x18\x07 \x01(\t\"\xce\x03\n\x07Welcome\x12&\n\x08instance\x18\x01 \x01(\x0b\x32\x14.pd_grpc.v1.Instance\x12\x12\n\nsession_id\x18\x02 \x01(\t\x12\x10\n\x08\x66\x65\x61tures\x18\x03 \x03(\t\x12$\n\x06layout\x18\x04 \x01(\x0b\x32\x14.pd_grpc.v1.KvLayout\x12(\n\ttransport\x18\x05 \x01(\x0e\x32\x15.pd_grpc.v1.Transport\x12!\n\x06shards\x18\x06 \x03(\x0b\x32\x11.pd_grpc.v1.Shard\x12(\n\x05lease\x18\x07 \x01(\x0b\x32\x19.google.protobuf.Duration\x12(\n\x05grace\x18\x08 \x01(\x0b\x32\x19.google.protobuf.Duration\x12,\n\theartbeat\x18\t \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x1a\n\x12grant_needs_client\x18\n \x01(\x08\x12\x1d\n\x15\x66irst_token_by_decode\x18\x0b \x01(\x08\x12\x15\n\rmax_model_len\x18\x0c \x01(\r\x12.\n\x0bkv_progress\x18\r \x01(\x0b\x32\x19.google.protobuf.Duration\"0\n\tHeartbeat\x12\x10\n\x08sequence\x18\x01 \x01(\x04\x12\x11\n\tgrant_ids\x18\x02 \x03(\t\";\n\x0cHeartbeatAck\x12\x10\n\x08sequence\x18\x01 \x01(\x04\x12\x19\n\x11unknown_grant_ids\x18\x02 \x03(\t\"|\n\x04Load\x12\x13\n\x0b\x66ree_blocks\x18\x01 \x01(\r\x12\x14\n\x0ctotal_blocks\x18\x02 \x01(\r\x12\x15\n\rqueued_tokens\x18\x03 \x01(\x04\x12\x17\n\x0fqueued_requests\x18\x04 \x01(\r\x12\x19\n\x11\x64\x65\x63oding_requests\x18\x05 \x01(\r\"4\n\x05\x44rain\x12+\n\x08\x64\x65\x61\x64line\x18\x01 \x01(\x0b\x32\x19.google.protobuf.Duration\"\x83\x01\n\rTransferEnded\x12$\n\x03ref\x18\x01 \x01(\x0b\x32\x17.pd_grpc.v1.TransferRef\x12\"\n\x06status\x18\x02 \x01(\x0b\x32\x12.google.rpc.Status\x12(\n\x05state\x18\x03 \x01(\x0e\x32\x19.pd_grpc.v1.TransferState\"\x19\n\x07Goodbye\x12\x0e\n\x06reason\x18\x01 \x01(\t\"\x19\n\tBlockHash\x12\x0c\n\x04hash\x18\x01 \x01(\x0c\"\x94\x03\n\x0f\x41llocateRequest\x12\x12\n\nsession_id\x18\x01 \x01(\t\x12$\n\x03ref\x18\x02 \x01(\x0b\x32\x17.pd_grpc.v1.TransferRef\x12\x15\n\rprompt_tokens\x18\x03 \x01(\r\x12\x16\n\x0emax_new_tokens\x18\x04 \x01(\r\x12\x15\n\rprompt_digest\x18\x05 \x01(\x0c\x12,\n\x08sampling\x18\x06 \x01(\x0b\x32\x1a.pd_grpc.v1.SamplingParams\x12+\n\x0c\x62lock_hashes\x18\x07 \x03(\x0b\x32\x15.pd_grpc.v1.BlockHash\x12+\n\x08max_wait\x18\x08 \x01(\x0b\x32\x19.google.protobuf.Duration\x12)\n\x06\x62udget\x18\t \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x11\n\tkv_needed\x18\n \x01(\x08\x12\'\n\x05scope\x18\x0b \x01(\x0b\x32\x18.pd_grpc.v1.RequestScope\x12\x12\n\nrequest_id\x18\x0c \x01(\t\"\xda\x01\n\x10\x41llocateResponse\x12\x10\n\x08grant_id\x18\x01 \x01(\t\x12&\n\x06wanted\x18\x02 \x03(\x0b\x32\x16.pd_grpc.v1.BlockRange\x12\x15\n\rcached_tokens\x18\x03 \x01(\r\x12!\n\x06shards\x18\x04 \x03(\x0b\x32\x11.pd_grpc.v1.Shard\x12(\n\ttransport\x18\x05 \x01(\x0e\x32\x15.pd_grpc.v1.Transport\x12(\n\x05lease\x18\x06 \x01(\x0b\x32\x19.google.protobuf.Duration\"\x90\x01\n\nFirstToken\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12.\n\x08logprobs\x18\x02 \x01(\x0b\x32\x1c.pd_grpc.v1.PositionLogprobs\x12/\n\rfinish_reason\x18\x03 \x01(\x0e\x32\x18.pd_grpc.v1.FinishReason\x12\x0f\n\x07sibling\x18\x04 \x01(\r\"\xa4\x01\n\x15SendFirstTokenRequest\x12\x12\n\nsession_id\x18\x01 \x01(\t\x12$\n\x03ref\x18\x02 \x01(\x0b\x32\x17.pd_grpc.v1.TransferRef\x12\x10\n\x08grant_id\x18\x03 \x01(\t\x12&\n\x06tokens\x18\x04 \x03(\x0b\x32\x16.pd_grpc.v1.FirstToken\x12\x17\n\x0f\x63omputed_tokens\x18\x05 \x01(\r\"B\n\x16SendFirstTokenResponse\x12(\n\x05state\x18\x01 \x01(\x0e\x32\x19.pd_grpc.v1.TransferState\"\x85\x01\n\x0eReleaseRequest\x12\x12\n\nsession_id\x18\x01 \x01(\t\x12$\n\x03ref\x18\x02 \x01(\x0b\x32\x17.pd_grpc.v1.TransferRef\x12!\n\x05\x63\x61use\x18\x03 \x01(\x0b\x32\x12.google.rpc.Status\x12\x16\n\x0ewrites_stopped\x18\x04 \x01(\x08\";\n\x0fReleaseResponse\x12(\n\x05state\x18\x01 \x01(\x0e\x32\x19.pd_grpc.v1.TransferState2\xbb\x02\n\rDecodeService\x12\x46\n\x07Session\x12\x1a.pd_grpc.v1.SessionRequest\x1a\x1b.pd_grpc.v1.SessionResponse(\x01\x30\x01\x12\x45\n\x08\x41llocate\x12\x1b.pd_grpc.v1.AllocateRequest\x1a\x1c.pd_grpc.v1.AllocateResponse\x12W\n\x0eSendFirstToken\x12!.pd_grpc.v1.SendFirstTokenRequest\x1a\".pd_grpc.v1.SendFirstTokenResponse\x12\x42\n\x07Release\x12\x1a.pd_grpc.v1.ReleaseRequest\x1a\x1b.pd_grpc.v1.ReleaseResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17pd_grpc/v1/decode.proto\x12\npd_grpc.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x17google/rpc/status.proto\x1a\x17pd_grpc/v1/layout.proto\x1a\x19pd_grpc/v1/sampling.proto\x1a\x16pd_grpc/v1/types.proto\"\x93\x01\n\x0eSessionRequest\x12\"\n\x05hello\x18\x01 \x01(\x0b\x32\x11.pd_grpc.v1.HelloH\x00\x12*\n\theartbeat\x18\x02 \x01(\x0b\x32\x15.pd_grpc.v1.HeartbeatH\x00\x12&\n\x07goodbye\x18\x03 \x01(\x0b\x32\x13.pd_grpc.v1.GoodbyeH\x00\x42\t\n\x07message\"\x9a\x02\n\x0fSessionResponse\x12&\n\x07welcome\x18\x01 \x01(\x0b\x32\x13.pd_grpc.v1.WelcomeH\x00\x12\x31\n\rheartbeat_ack\x18\x02 \x01(\x0b\x32\x18.pd_grpc.v1.HeartbeatAckH\x00\x12 \n\x04load\x18\x03 \x01(\x0b\x32\x10.pd_grpc.v1.LoadH\x00\x12\"\n\x05\x64rain\x18\x04 \x01(\x0b\x32\x11.pd_grpc.v1.DrainH\x00\x12\x33\n\x0etransfer_ended\x18\x05 \x01(\x0b\x32\x19.pd_grpc.v1.TransferEndedH\x00\x12&\n\x07goodbye\x18\x06 \x01(\x0b\x32\x13.pd_grpc.v1.GoodbyeH\x00\x42\t\n\x07message\"\xe3\x01\n\x05Hello\x12&\n\x08instance\x18\x01 \x01(\x0b\x32\x14.pd_grpc.v1.Instance\x12\x13\n\x0b\x64\x65\x63ode_name\x18\x02 \x01(\t\x12\x10\n\x08\x66\x65\x61tures\x18\x03 \x03(\t\x12%\n\x07layouts\x18\x04 \x03(\x0b\x32\x14.pd_grpc.v1.KvLayout\x12)\n\ntransports\x18\x05 \x03(\x0e\x32\x15.pd_grpc.v1.Transport\x12!\n\x06shards\x18\x06 \x03(\x0b\x32\x11.pd_grpc.v1.Shard\x12\x16\n\x0ehash_algorithm\x18\x07 \x01(\t\"\xd7\x04\n\x07Welcome\x12&\n\x08instance\x18\x01 \x01(\x0b\x32\x14.pd_grpc.v1.Instance\x12\x12\n\nsession_id\x18\x02 \x01(\t\x12\x10\n\x08\x66\x65\x61tures\x18\x03 \x03(\t\x12$\n\x06layout\x18\x04 \x01(\x0b\x32\x14.pd_grpc.v1.KvLayout\x12(\n\ttransport\x18\x05 \x01(\x0e\x32\x15.pd_grpc.v1.Transport\x12!\n\x06shards\x18\x06 \x03(\x0b\x32\x11.pd_grpc.v1.Shard\x12(\n\x05lease\x18\x07 \x01(\x0b\x32\x19.google.protobuf.Duration\x12(\n\x05grace\x18\x08 \x01(\x0b\x32\x19.google.protobuf.Duration\x12,\n\theartbeat\x18\t \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x1a\n\x12grant_needs_client\x18\n \x01(\x08\x12\x1d\n\x15\x66irst_token_by_decode\x18\x0b \x01(\x08\x12\x15\n\rmax_model_len\x18\x0c \x01(\r\x12.\n\x0bkv_progress\x18\r \x01(\x0b\x32\x19.google.protobuf.Duration\x12.\n\x0b\x66irst_token\x18\x0e \x01(\x0b\x32\x19.google.protobuf.Duration\x12)\n\x06\x61ttach\x18\x0f \x01(\x0b\x32\x19.google.protobuf.Duration\x12,\n\ttombstone\x18\x10 \x01(\x0b\x32\x19.google.protobuf.Duration\"0\n\tHeartbeat\x12\x10\n\x08sequence\x18\x01 \x01(\x04\x12\x11\n\tgrant_ids\x18\x02 \x03(\t\";\n\x0cHeartbeatAck\x12\x10\n\x08sequence\x18\x01 \x01(\x04\x12\x19\n\x11unknown_grant_ids\x18\x02 \x03(\t\"|\n\x04Load\x12\x13\n\x0b\x66ree_blocks\x18\x01 \x01(\r\x12\x14\n\x0ctotal_blocks\x18\x02 \x01(\r\x12\x15\n\rqueued_tokens\x18\x03 \x01(\x04\x12\x17\n\x0fqueued_requests\x18\x04 \x01(\r\x12\x19\n\x11\x64\x65\x63oding_requests\x18\x05 \x01(\r\"4\n\x05\x44rain\x12+\n\x08\x64\x65\x61\x64line\x18\x01 \x01(\x0b\x32\x19.google.protobuf.Duration\"\x83\x01\n\rTransferEnded\x12$\n\x03ref\x18\x01 \x01(\x0b\x32\x17.pd_grpc.v1.TransferRef\x12\"\n\x06status\x18\x02 \x01(\x0b\x32\x12.google.rpc.Status\x12(\n\x05state\x18\x03 \x01(\x0e\x32\x19.pd_grpc.v1.TransferState\"\x19\n\x07Goodbye\x12\x0e\n\x06reason\x18\x01 \x01(\t\"\x19\n\tBlockHash\x12\x0c\n\x04hash\x18\x01 \x01(\x0c\"\x94\x03\n\x0f\x41llocateRequest\x12\x12\n\nsession_id\x18\x01 \x01(\t\x12$\n\x03ref\x18\x02 \x01(\x0b\x32\x17.pd_grpc.v1.TransferRef\x12\x15\n\rprompt_tokens\x18\x03 \x01(\r\x12\x16\n\x0emax_new_tokens\x18\x04 \x01(\r\x12\x15\n\rprompt_digest\x18\x05 \x01(\x0c\x12,\n\x08sampling\x18\x06 \x01(\x0b\x32\x1a.pd_grpc.v1.SamplingParams\x12+\n\x0c\x62lock_hashes\x18\x07 \x03(\x0b\x32\x15.pd_grpc.v1.BlockHash\x12+\n\x08max_wait\x18\x08 \x01(\x0b\x32\x19.google.protobuf.Duration\x12)\n\x06\x62udget\x18\t \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x11\n\tkv_needed\x18\n \x01(\x08\x12\'\n\x05scope\x18\x0b \x01(\x0b\x32\x18.pd_grpc.v1.RequestScope\x12\x12\n\nrequest_id\x18\x0c \x01(\t\"\xda\x01\n\x10\x41llocateResponse\x12\x10\n\x08grant_id\x18\x01 \x01(\t\x12&\n\x06wanted\x18\x02 \x03(\x0b\x32\x16.pd_grpc.v1.BlockRange\x12\x15\n\rcached_tokens\x18\x03 \x01(\r\x12!\n\x06shards\x18\x04 \x03(\x0b\x32\x11.pd_grpc.v1.Shard\x12(\n\ttransport\x18\x05 \x01(\x0e\x32\x15.pd_grpc.v1.Transport\x12(\n\x05lease\x18\x06 \x01(\x0b\x32\x19.google.protobuf.Duration\"\x90\x01\n\nFirstToken\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12.\n\x08logprobs\x18\x02 \x01(\x0b\x32\x1c.pd_grpc.v1.PositionLogprobs\x12/\n\rfinish_reason\x18\x03 \x01(\x0e\x32\x18.pd_grpc.v1.FinishReason\x12\x0f\n\x07sibling\x18\x04 \x01(\r\"\xa4\x01\n\x15SendFirstTokenRequest\x12\x12\n\nsession_id\x18\x01 \x01(\t\x12$\n\x03ref\x18\x02 \x01(\x0b\x32\x17.pd_grpc.v1.TransferRef\x12\x10\n\x08grant_id\x18\x03 \x01(\t\x12&\n\x06tokens\x18\x04 \x03(\x0b\x32\x16.pd_grpc.v1.FirstToken\x12\x17\n\x0f\x63omputed_tokens\x18\x05 \x01(\r\"B\n\x16SendFirstTokenResponse\x12(\n\x05state\x18\x01 \x01(\x0e\x32\x19.pd_grpc.v1.TransferState\"\x85\x01\n\x0eReleaseRequest\x12\x12\n\nsession_id\x18\x01 \x01(\t\x12$\n\x03ref\x18\x02 \x01(\x0b\x32\x17.pd_grpc.v1.TransferRef\x12!\n\x05\x63\x61use\x18\x03 \x01(\x0b\x32\x12.google.rpc.Status\x12\x16\n\x0ewrites_stopped\x18\x04 \x01(\x08\";\n\x0fReleaseResponse\x12(\n\x05state\x18\x01 \x01(\x0e\x32\x19.pd_grpc.v1.TransferState2\xbb\x02\n\rDecodeService\x12\x46\n\x07Session\x12\x1a.pd_grpc.v1.SessionRequest\x1a\x1b.pd_grpc.v1.SessionResponse(\x01\x30\x01\x12\x45\n\x08\x41llocate\x12\x1b.pd_grpc.v1.AllocateRequest\x1a\x1c.pd_grpc.v1.AllocateResponse\x12W\n\x0eSendFirstToken\x12!.pd_grpc.v1.SendFirstTokenRequest\x1a\".pd_grpc.v1.SendFirstTokenResponse\x12\x42\n\x07Release\x12\x1a.pd_grpc.v1.ReleaseRequest\x1a\x1b.pd_grpc.v1.ReleaseResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -43,35 +43,35 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_HELLO']._serialized_start=608
   _globals['_HELLO']._serialized_end=835
   _globals['_WELCOME']._serialized_start=838
-  _globals['_WELCOME']._serialized_end=1300
-  _globals['_HEARTBEAT']._serialized_start=1302
-  _globals['_HEARTBEAT']._serialized_end=1350
-  _globals['_HEARTBEATACK']._serialized_start=1352
-  _globals['_HEARTBEATACK']._serialized_end=1411
-  _globals['_LOAD']._serialized_start=1413
-  _globals['_LOAD']._serialized_end=1537
-  _globals['_DRAIN']._serialized_start=1539
-  _globals['_DRAIN']._serialized_end=1591
-  _globals['_TRANSFERENDED']._serialized_start=1594
-  _globals['_TRANSFERENDED']._serialized_end=1725
-  _globals['_GOODBYE']._serialized_start=1727
-  _globals['_GOODBYE']._serialized_end=1752
-  _globals['_BLOCKHASH']._serialized_start=1754
-  _globals['_BLOCKHASH']._serialized_end=1779
-  _globals['_ALLOCATEREQUEST']._serialized_start=1782
-  _globals['_ALLOCATEREQUEST']._serialized_end=2186
-  _globals['_ALLOCATERESPONSE']._serialized_start=2189
-  _globals['_ALLOCATERESPONSE']._serialized_end=2407
-  _globals['_FIRSTTOKEN']._serialized_start=2410
-  _globals['_FIRSTTOKEN']._serialized_end=2554
-  _globals['_SENDFIRSTTOKENREQUEST']._serialized_start=2557
-  _globals['_SENDFIRSTTOKENREQUEST']._serialized_end=2721
-  _globals['_SENDFIRSTTOKENRESPONSE']._serialized_start=2723
-  _globals['_SENDFIRSTTOKENRESPONSE']._serialized_end=2789
-  _globals['_RELEASEREQUEST']._serialized_start=2792
-  _globals['_RELEASEREQUEST']._serialized_end=2925
-  _globals['_RELEASERESPONSE']._serialized_start=2927
-  _globals['_RELEASERESPONSE']._serialized_end=2986
-  _globals['_DECODESERVICE']._serialized_start=2989
-  _globals['_DECODESERVICE']._serialized_end=3304
+  _globals['_WELCOME']._serialized_end=1437
+  _globals['_HEARTBEAT']._serialized_start=1439
+  _globals['_HEARTBEAT']._serialized_end=1487
+  _globals['_HEARTBEATACK']._serialized_start=1489
+  _globals['_HEARTBEATACK']._serialized_end=1548
+  _globals['_LOAD']._serialized_start=1550
+  _globals['_LOAD']._serialized_end=1674
+  _globals['_DRAIN']._serialized_start=1676
+  _globals['_DRAIN']._serialized_end=1728
+  _globals['_TRANSFERENDED']._serialized_start=1731
+  _globals['_TRANSFERENDED']._serialized_end=1862
+  _globals['_GOODBYE']._serialized_start=1864
+  _globals['_GOODBYE']._serialized_end=1889
+  _globals['_BLOCKHASH']._serialized_start=1891
+  _globals['_BLOCKHASH']._serialized_end=1916
+  _globals['_ALLOCATEREQUEST']._serialized_start=1919
+  _globals['_ALLOCATEREQUEST']._serialized_end=2323
+  _globals['_ALLOCATERESPONSE']._serialized_start=2326
+  _globals['_ALLOCATERESPONSE']._serialized_end=2544
+  _globals['_FIRSTTOKEN']._serialized_start=2547
+  _globals['_FIRSTTOKEN']._serialized_end=2691
+  _globals['_SENDFIRSTTOKENREQUEST']._serialized_start=2694
+  _globals['_SENDFIRSTTOKENREQUEST']._serialized_end=2858
+  _globals['_SENDFIRSTTOKENRESPONSE']._serialized_start=2860
+  _globals['_SENDFIRSTTOKENRESPONSE']._serialized_end=2926
+  _globals['_RELEASEREQUEST']._serialized_start=2929
+  _globals['_RELEASEREQUEST']._serialized_end=3062
+  _globals['_RELEASERESPONSE']._serialized_start=3064
+  _globals['_RELEASERESPONSE']._serialized_end=3123
+  _globals['_DECODESERVICE']._serialized_start=3126
+  _globals['_DECODESERVICE']._serialized_end=3441
 # @@protoc_insertion_point(module_scope)

@@ -58,7 +58,7 @@ class Hello(_message.Message):
     def __init__(self, instance: _Optional[_Union[_types_pb2.Instance, _Mapping]] = ..., decode_name: _Optional[str] = ..., features: _Optional[_Iterable[str]] = ..., layouts: _Optional[_Iterable[_Union[_layout_pb2.KvLayout, _Mapping]]] = ..., transports: _Optional[_Iterable[_Union[_layout_pb2.Transport, str]]] = ..., shards: _Optional[_Iterable[_Union[_layout_pb2.Shard, _Mapping]]] = ..., hash_algorithm: _Optional[str] = ...) -> None: ...
 
 class Welcome(_message.Message):
-    __slots__ = ("instance", "session_id", "features", "layout", "transport", "shards", "lease", "grace", "heartbeat", "grant_needs_client", "first_token_by_decode", "max_model_len", "kv_progress")
+    __slots__ = ("instance", "session_id", "features", "layout", "transport", "shards", "lease", "grace", "heartbeat", "grant_needs_client", "first_token_by_decode", "max_model_len", "kv_progress", "first_token", "attach", "tombstone")
     INSTANCE_FIELD_NUMBER: _ClassVar[int]
     SESSION_ID_FIELD_NUMBER: _ClassVar[int]
     FEATURES_FIELD_NUMBER: _ClassVar[int]
@@ -72,6 +72,9 @@ class Welcome(_message.Message):
     FIRST_TOKEN_BY_DECODE_FIELD_NUMBER: _ClassVar[int]
     MAX_MODEL_LEN_FIELD_NUMBER: _ClassVar[int]
     KV_PROGRESS_FIELD_NUMBER: _ClassVar[int]
+    FIRST_TOKEN_FIELD_NUMBER: _ClassVar[int]
+    ATTACH_FIELD_NUMBER: _ClassVar[int]
+    TOMBSTONE_FIELD_NUMBER: _ClassVar[int]
     instance: _types_pb2.Instance
     session_id: str
     features: _containers.RepeatedScalarFieldContainer[str]
@@ -85,7 +88,10 @@ class Welcome(_message.Message):
     first_token_by_decode: bool
     max_model_len: int
     kv_progress: _duration_pb2.Duration
-    def __init__(self, instance: _Optional[_Union[_types_pb2.Instance, _Mapping]] = ..., session_id: _Optional[str] = ..., features: _Optional[_Iterable[str]] = ..., layout: _Optional[_Union[_layout_pb2.KvLayout, _Mapping]] = ..., transport: _Optional[_Union[_layout_pb2.Transport, str]] = ..., shards: _Optional[_Iterable[_Union[_layout_pb2.Shard, _Mapping]]] = ..., lease: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., grace: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., heartbeat: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., grant_needs_client: bool = ..., first_token_by_decode: bool = ..., max_model_len: _Optional[int] = ..., kv_progress: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ...) -> None: ...
+    first_token: _duration_pb2.Duration
+    attach: _duration_pb2.Duration
+    tombstone: _duration_pb2.Duration
+    def __init__(self, instance: _Optional[_Union[_types_pb2.Instance, _Mapping]] = ..., session_id: _Optional[str] = ..., features: _Optional[_Iterable[str]] = ..., layout: _Optional[_Union[_layout_pb2.KvLayout, _Mapping]] = ..., transport: _Optional[_Union[_layout_pb2.Transport, str]] = ..., shards: _Optional[_Iterable[_Union[_layout_pb2.Shard, _Mapping]]] = ..., lease: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., grace: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., heartbeat: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., grant_needs_client: bool = ..., first_token_by_decode: bool = ..., max_model_len: _Optional[int] = ..., kv_progress: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., first_token: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., attach: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., tombstone: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ...) -> None: ...
 
 class Heartbeat(_message.Message):
     __slots__ = ("sequence", "grant_ids")
