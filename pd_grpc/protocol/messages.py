@@ -16,6 +16,8 @@ from pd_grpc.v1 import layout_pb2, sampling_pb2
 MAX_DURATION_S = 315_576_000_000
 """The longest Duration that protobuf allows, some ten thousand years."""
 
+_BUILT_DIRECTIONS = (sampling_pb2.DIRECTION_UNSPECIFIED, sampling_pb2.DIRECTION_PUSH)
+
 _UINT32 = next(code for code in "IL" if array(code).itemsize == 4)
 """The type code of C integers of 32 bits here."""
 
@@ -89,7 +91,8 @@ def unbuilt_scope(p: sampling_pb2.RequestScope) -> str | None:
         "priority": p.priority != 0,
         "siblings": p.siblings > 1,
         "draft_token_ids": len(p.draft_token_ids) > 0,
-        "direction": p.direction == sampling_pb2.DIRECTION_PULL,
+        # A later version's direction is as little built as DIRECTION_PULL.
+        "direction": p.direction not in _BUILT_DIRECTIONS,
     }
     return next((f"scope.{name}" for name, on in used.items() if on), None)
 

@@ -91,6 +91,11 @@ def test_a_request_field_that_is_not_built_is_named(field: str, value: Any) -> N
     assert unbuilt_scope(sampling_pb2.RequestScope(**{field: value})) == f"scope.{field}"
 
 
+def test_a_direction_of_a_later_version_is_named() -> None:
+    later = max(sampling_pb2.Direction.values()) + 1
+    assert unbuilt_scope(sampling_pb2.RequestScope(direction=later)) == "scope.direction"
+
+
 def test_reserved_fields_at_rest_are_let_pass() -> None:
     at_rest = sampling_pb2.SamplingParams(min_p=0.0, repetition_penalty=1.0, n=1)
     assert unbuilt_sampling(at_rest) is None
