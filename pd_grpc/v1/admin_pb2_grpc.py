@@ -100,14 +100,16 @@ class AdminServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def ReleaseTransfer(self, request, context):
-        """Ends a transfer by hand: its client and its peer hear RELEASED. NOT_FOUND with UNKNOWN_TRANSFER.
+        """Ends a transfer by hand: its client and its peer hear RELEASED. One that has ended stays as it
+        is. NOT_FOUND with UNKNOWN_TRANSFER.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Drain(self, request, context):
-        """Takes nothing new, finishes what runs, then exits. Answers at once.
+        """Takes nothing new, finishes what runs until the deadline, then exits; what is left by then
+        fails with UNAVAILABLE, DRAINING. Answers at once.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -27,6 +27,41 @@ if _version_not_supported:
 
 class DecodeServiceStub(object):
     """Served by D on its control endpoint, called by P.
+
+    Who may touch a transfer. It belongs to the process of P whose Allocate D has taken in. Only the
+    session's P may touch its transfers: a call of P's for another's transfer is PERMISSION_DENIED
+    with NOT_OWNER. A call whose session_id is unknown or superseded is FAILED_PRECONDITION with
+    NO_SESSION. The newest session of an epoch owns all its grants and renews them when it begins;
+    the end of an older one is a no-op. A greater epoch of P's name ends the transfers of the smaller
+    that are not handed off, with PREFILL_LOST.
+
+    What a grant lives by. Before hand-off it lives by its lease, which begins with the grant.
+    Heartbeats renew the listed grants alone. An accepted chunk renews its grant. A lease that ends
+    brings the transfer to EXPIRED: client and P hear LEASE_EXPIRED, and the blocks go back. No
+    transfer outlives its budget before hand-off: STAGE_DEADLINE.
+
+    Both legs mean one request. D compares prompt length, digest, sampling (with defaults filled in)
+    and max_new_tokens of Allocate with those of Generate, whichever comes later; a difference fails
+    both with HANDOFF_MISMATCH, which names the part. Either leg may come first. A client leg that
+    ends before hand-off ends the transfer with CLIENT_GONE, and P is told: by the answer to an
+    Allocate that waits, otherwise by transfer_ended.
+
+    Hand-off is the moment D holds both the verified KV and the first token, whichever comes last.
+    After hand-off P's lease, session, epoch and Release no longer touch the transfer; the client's
+    stream holds it. Before hand-off, P lost means PREFILL_LOST. Once all KV is verified D awaits the
+    first token for Welcome.first_token, then the transfer fails with STAGE_DEADLINE and the stage
+    "first_token". Once all KV is verified a client is awaited for Welcome.attach, then the transfer
+    fails with CLIENT_ABSENT. D never generates without a client.
+
+    Ends are final. A transfer that has ended leaves a tombstone for Welcome.tombstone. A late
+    Allocate for it is ABORTED with RELEASED. A repeated SendFirstToken or Release for it answers the
+    recorded state with OK. An Allocate that was refused, or that nobody waits for any more, has
+    granted nothing: it leaves no tombstone and P may ask again with the same ref, except where the
+    refusal was the transfer's own end, as with HANDOFF_MISMATCH.
+
+    A draining D grants nothing new: Allocates that wait and Allocates and Generates of transfers
+    that have no grant are refused with UNAVAILABLE, DRAINING. What has a grant goes on until the
+    drain's deadline, and then fails with DRAINING.
     """
 
     def __init__(self, channel):
@@ -59,45 +94,95 @@ class DecodeServiceStub(object):
 
 class DecodeServiceServicer(object):
     """Served by D on its control endpoint, called by P.
+
+    Who may touch a transfer. It belongs to the process of P whose Allocate D has taken in. Only the
+    session's P may touch its transfers: a call of P's for another's transfer is PERMISSION_DENIED
+    with NOT_OWNER. A call whose session_id is unknown or superseded is FAILED_PRECONDITION with
+    NO_SESSION. The newest session of an epoch owns all its grants and renews them when it begins;
+    the end of an older one is a no-op. A greater epoch of P's name ends the transfers of the smaller
+    that are not handed off, with PREFILL_LOST.
+
+    What a grant lives by. Before hand-off it lives by its lease, which begins with the grant.
+    Heartbeats renew the listed grants alone. An accepted chunk renews its grant. A lease that ends
+    brings the transfer to EXPIRED: client and P hear LEASE_EXPIRED, and the blocks go back. No
+    transfer outlives its budget before hand-off: STAGE_DEADLINE.
+
+    Both legs mean one request. D compares prompt length, digest, sampling (with defaults filled in)
+    and max_new_tokens of Allocate with those of Generate, whichever comes later; a difference fails
+    both with HANDOFF_MISMATCH, which names the part. Either leg may come first. A client leg that
+    ends before hand-off ends the transfer with CLIENT_GONE, and P is told: by the answer to an
+    Allocate that waits, otherwise by transfer_ended.
+
+    Hand-off is the moment D holds both the verified KV and the first token, whichever comes last.
+    After hand-off P's lease, session, epoch and Release no longer touch the transfer; the client's
+    stream holds it. Before hand-off, P lost means PREFILL_LOST. Once all KV is verified D awaits the
+    first token for Welcome.first_token, then the transfer fails with STAGE_DEADLINE and the stage
+    "first_token". Once all KV is verified a client is awaited for Welcome.attach, then the transfer
+    fails with CLIENT_ABSENT. D never generates without a client.
+
+    Ends are final. A transfer that has ended leaves a tombstone for Welcome.tombstone. A late
+    Allocate for it is ABORTED with RELEASED. A repeated SendFirstToken or Release for it answers the
+    recorded state with OK. An Allocate that was refused, or that nobody waits for any more, has
+    granted nothing: it leaves no tombstone and P may ask again with the same ref, except where the
+    refusal was the transfer's own end, as with HANDOFF_MISMATCH.
+
+    A draining D grants nothing new: Allocates that wait and Allocates and Generates of transfers
+    that have no grant are refused with UNAVAILABLE, DRAINING. What has a grant goes on until the
+    drain's deadline, and then fails with DRAINING.
     """
 
     def Session(self, request_iterator, context):
         """The standing conversation of one P with one D; one per pair, without a deadline. P sends hello
-        first and D answers welcome. Afterwards P heartbeats and D acknowledges, and D pushes load, drain
-        and transfer_ended. When the stream breaks without goodbye the grants of its P live on for
-        `grace`; a new session of the same epoch takes them over.
+        first and D answers welcome. Afterwards P heartbeats and D acknowledges, and D pushes load,
+        drain and transfer_ended. When the stream breaks without goodbye the grants of its P live on
+        for Welcome.grace, or their leases if those are shorter, and calls in the session's name are
+        still taken; a new session of the same epoch takes them over. If none comes they fail with
+        PREFILL_LOST.
 
-        Instead of welcome: INVALID_ARGUMENT with BAD_REQUEST for a malformed hello or another role than
-        ROLE_PREFILL; FAILED_PRECONDITION with LAYOUT_MISMATCH, the field and both values, when layout,
-        transport, shards or hash algorithm do not fit, with STALE_EPOCH when a newer process of P has
-        been seen, with WRONG_INSTANCE; UNIMPLEMENTED with FEATURE when the best layout has a group or
-        plane that is not built and none of the others fits; UNAVAILABLE with DRAINING when D drains and
-        does not know this process yet.
+        Instead of welcome: INVALID_ARGUMENT with BAD_REQUEST for a malformed hello or another role
+        than ROLE_PREFILL; FAILED_PRECONDITION with LAYOUT_MISMATCH, the field and both values, when
+        layout, transport, shards or hash algorithm do not fit, with STALE_EPOCH when a newer process
+        of P has been seen, with WRONG_INSTANCE; UNIMPLEMENTED with FEATURE when the best layout has a
+        group or plane that is not built and none of the others fits; UNAVAILABLE with DRAINING when D
+        drains and does not know this process yet.
+
         After welcome: ABORTED with SUPERSEDED when a newer session of this P began; NOT_FOUND with
-        LEASE_EXPIRED when P sent no heartbeat or read nothing for two heartbeats, or lets too much pile
-        up unread; FAILED_PRECONDITION with WRONG_STATE for a message out of order; INVALID_ARGUMENT with
-        BAD_REQUEST for what is no message; OK after a goodbye of either side.
+        LEASE_EXPIRED when P sent no heartbeat or read nothing for two heartbeats, or lets too much
+        pile up unread; FAILED_PRECONDITION with WRONG_STATE for a message out of order;
+        INVALID_ARGUMENT with BAD_REQUEST for what is no message; OK after a goodbye of either side.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Allocate(self, request, context):
-        """Asks for blocks for one transfer. Waits, first in and first out among those that fit the rule,
-        up to max_wait. A request that would fit is never starved: while the request at the head waits
-        for blocks no later one overtakes it. Idempotent: the same body without max_wait and budget gets
-        the same answer, and repeated calls wait together, each for its own max_wait; the queue is left
-        when the last of them ends.
-        RESOURCE_EXHAUSTED with NO_BLOCKS after max_wait or QUEUE_FULL at once; INVALID_ARGUMENT with
-        TOO_LARGE when it could never fit; ABORTED with RELEASED when the transfer has ended.
+        """Asks for blocks for one transfer. Waits up to max_wait, first in and first out: while the
+        request at the head waits for blocks no later one overtakes it, so that a large one is not
+        starved. Idempotent: the same body without session_id, max_wait and budget gets the same
+        answer, and repeated calls wait together, each for its own max_wait. The queue is left at once
+        when the last of them is cancelled or ends.
+
+        RESOURCE_EXHAUSTED with NO_BLOCKS after max_wait, which D cuts to 100 ms before the call's own
+        deadline, or with QUEUE_FULL at once; INVALID_ARGUMENT with TOO_LARGE when it could never fit;
+        ALREADY_EXISTS with DUPLICATE_TRANSFER for another body while the ref is in flight, which is
+        unharmed; DEADLINE_EXCEEDED with STAGE_DEADLINE and the stage "allocate" when the budget is
+        over; ABORTED with RELEASED when the transfer has ended; UNAVAILABLE with DRAINING, or with
+        ENGINE_STUCK while D's engine makes no progress.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def SendFirstToken(self, request, context):
-        """Hands over the first token. D shows it to the client at once and decodes when all KV is
-        verified. Idempotent; for a transfer that has ended it answers the recorded state with OK.
+        """Hands over the first token, before, while or after the KV comes. D shows it to the client at
+        once and decodes when all KV is verified. With a finish_reason it ends the transfer from any
+        state, and missing KV is no longer wanted; the answer is kept for a client that comes within
+        the tombstone's time. Idempotent: the same token again changes nothing and answers the state;
+        for a transfer that has ended it answers the recorded state with OK.
+
+        ALREADY_EXISTS with DUPLICATE_TRANSFER for another first token than the one D has; NOT_FOUND
+        with UNKNOWN_TRANSFER when D knows no Allocate of it; FAILED_PRECONDITION with WRONG_STATE when
+        it has no grant or another one.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -105,8 +190,10 @@ class DecodeServiceServicer(object):
 
     def Release(self, request, context):
         """Gives a transfer back, with the cause for D's own client leg. P sends it whenever an Allocate
-        ended without an answer of D's. Idempotent. For an unknown ref it leaves a tombstone, so that an
-        Allocate it overtook is refused; after hand-off it changes nothing.
+        ended without an answer of D's (deadline, cancel, lost connection). Idempotent: for a transfer
+        that has ended it answers the recorded state with OK. For an unknown ref it leaves a tombstone,
+        so that an Allocate it overtook is refused. After hand-off it changes nothing and answers the
+        state.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -145,6 +232,41 @@ def add_DecodeServiceServicer_to_server(servicer, server):
  # This class is part of an EXPERIMENTAL API.
 class DecodeService(object):
     """Served by D on its control endpoint, called by P.
+
+    Who may touch a transfer. It belongs to the process of P whose Allocate D has taken in. Only the
+    session's P may touch its transfers: a call of P's for another's transfer is PERMISSION_DENIED
+    with NOT_OWNER. A call whose session_id is unknown or superseded is FAILED_PRECONDITION with
+    NO_SESSION. The newest session of an epoch owns all its grants and renews them when it begins;
+    the end of an older one is a no-op. A greater epoch of P's name ends the transfers of the smaller
+    that are not handed off, with PREFILL_LOST.
+
+    What a grant lives by. Before hand-off it lives by its lease, which begins with the grant.
+    Heartbeats renew the listed grants alone. An accepted chunk renews its grant. A lease that ends
+    brings the transfer to EXPIRED: client and P hear LEASE_EXPIRED, and the blocks go back. No
+    transfer outlives its budget before hand-off: STAGE_DEADLINE.
+
+    Both legs mean one request. D compares prompt length, digest, sampling (with defaults filled in)
+    and max_new_tokens of Allocate with those of Generate, whichever comes later; a difference fails
+    both with HANDOFF_MISMATCH, which names the part. Either leg may come first. A client leg that
+    ends before hand-off ends the transfer with CLIENT_GONE, and P is told: by the answer to an
+    Allocate that waits, otherwise by transfer_ended.
+
+    Hand-off is the moment D holds both the verified KV and the first token, whichever comes last.
+    After hand-off P's lease, session, epoch and Release no longer touch the transfer; the client's
+    stream holds it. Before hand-off, P lost means PREFILL_LOST. Once all KV is verified D awaits the
+    first token for Welcome.first_token, then the transfer fails with STAGE_DEADLINE and the stage
+    "first_token". Once all KV is verified a client is awaited for Welcome.attach, then the transfer
+    fails with CLIENT_ABSENT. D never generates without a client.
+
+    Ends are final. A transfer that has ended leaves a tombstone for Welcome.tombstone. A late
+    Allocate for it is ABORTED with RELEASED. A repeated SendFirstToken or Release for it answers the
+    recorded state with OK. An Allocate that was refused, or that nobody waits for any more, has
+    granted nothing: it leaves no tombstone and P may ask again with the same ref, except where the
+    refusal was the transfer's own end, as with HANDOFF_MISMATCH.
+
+    A draining D grants nothing new: Allocates that wait and Allocates and Generates of transfers
+    that have no grant are refused with UNAVAILABLE, DRAINING. What has a grant goes on until the
+    drain's deadline, and then fails with DRAINING.
     """
 
     @staticmethod

@@ -26,7 +26,8 @@ if _version_not_supported:
 
 
 class InferenceServiceStub(object):
-    """Served by the router and by D; GetModelInfo by P as well.
+    """Served by the router and by D; GetModelInfo by P as well, which refuses Generate with
+    UNIMPLEMENTED, FEATURE.
     """
 
     def __init__(self, channel):
@@ -48,13 +49,19 @@ class InferenceServiceStub(object):
 
 
 class InferenceServiceServicer(object):
-    """Served by the router and by D; GetModelInfo by P as well.
+    """Served by the router and by D; GetModelInfo by P as well, which refuses Generate with
+    UNIMPLEMENTED, FEATURE.
     """
 
     def Generate(self, request, context):
-        """Generates an answer. The call's deadline is the request's budget; cancelling it ends the request
-        everywhere. ALREADY_EXISTS with DUPLICATE_REQUEST while the same request_id is in flight. A slow
-        reader gets fewer, larger messages.
+        """Generates an answer. The call's deadline is the request's budget, without one the server's
+        default; cancelling it ends the request everywhere. A slow reader gets fewer, larger messages.
+        A failure carries the code that the status table lets a client see, and its reason.
+
+        ALREADY_EXISTS with DUPLICATE_REQUEST while the same request_id is in flight, or of a hand-over
+        with DUPLICATE_TRANSFER while the same ref has a client; the first is unharmed. On D a
+        hand-over that has ended is answered with its end, or ABORTED with RELEASED where that had no
+        fault; a whole answer that waits for its client is given to it.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -89,7 +96,8 @@ def add_InferenceServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class InferenceService(object):
-    """Served by the router and by D; GetModelInfo by P as well.
+    """Served by the router and by D; GetModelInfo by P as well, which refuses Generate with
+    UNIMPLEMENTED, FEATURE.
     """
 
     @staticmethod

@@ -48,9 +48,17 @@ class PrefillServiceServicer(object):
 
     def Prefill(self, request, context):
         """Prefills a prompt and hands it over to a decode instance. The call's deadline is the request's
-        budget. Ends with OK after handed_off; with the fault's status otherwise. Cancelling it stops the
-        compute by the next chunk and releases D. ALREADY_EXISTS with DUPLICATE_TRANSFER while the same
-        ref is in flight.
+        budget; without one P's default. Ends with OK after handed_off; with the fault's status
+        otherwise, a refusal or failure of D's as D gave it. Cancelling it leaves the queue at once,
+        stops the compute by the next chunk and releases D with CLIENT_GONE. A D that refuses, cannot
+        be reached or drains before it has granted is left for the next of `decodes`, after placing.
+
+        ALREADY_EXISTS with DUPLICATE_TRANSFER while the same ref is in flight, which is unharmed;
+        ABORTED with RELEASED when it has ended here and is remembered, with STALE_ATTEMPT or
+        SUPERSEDED when a greater attempt is known or comes; RESOURCE_EXHAUSTED with QUEUE_FULL when
+        too many wait for the first of `decodes`; INVALID_ARGUMENT with BAD_REQUEST or TOO_LARGE for
+        what P could never compute; UNAVAILABLE with DRAINING while P drains, with ENGINE_STUCK or
+        SENDER_STUCK while it makes no progress, with DECODE_LOST when D is lost before the hand-off.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -47,22 +47,38 @@ class TransferServiceServicer(object):
     """
 
     def Transfer(self, request_iterator, context):
-        """Moves the KV of one grant to one shard. P sends open, any number of chunks, and end; D answers
-        opened, acks as ranges are verified, and completed. Only end completes a stream: a stream that
-        stops without it may be reopened while the grant lives, and opened then lists what D has. A shard
-        with nothing to send still opens and ends. A grant the shard has not heard of yet is waited for,
-        for Welcome.kv_progress; RESOURCE_EXHAUSTED with QUEUE_FULL when too many are.
+        """Moves the KV of one grant to one shard. P sends open, waits for opened, then sends any number
+        of chunks in any order, and end; D answers opened, acks as ranges are verified, and completed.
+        D acknowledges a range only when it is written and verified. Only end completes a stream, for a
+        killed peer, a cancel and a half-close look the same to a reader: a stream that stops without
+        it may be reopened while the grant lives, and opened then lists what D has. A shard with
+        nothing to send still opens and ends. A grant the shard has not heard of yet is waited for, for
+        Welcome.kv_progress; RESOURCE_EXHAUSTED with QUEUE_FULL when too many are.
 
-        Refused at open: FAILED_PRECONDITION with NO_SESSION when session_id is unknown or superseded,
+        An accepted chunk renews the grant. An identical range again is acknowledged, not refused; what
+        is verified already is not written a second time, and a chunk that brings nothing new renews
+        nothing.
+
+        Refused at open, which leaves the transfer as it is: INVALID_ARGUMENT with BAD_REQUEST when it
+        is malformed; FAILED_PRECONDITION with NO_SESSION when session_id is unknown or long superseded
+        (the one before the newest is still taken, for a stream may cross with a new session), with
         STALE_EPOCH when the ref means another process of D; PERMISSION_DENIED with NOT_OWNER for the
         grant of another prefill or transfer; UNIMPLEMENTED with FEATURE for another transport than
-        INLINE, a sender that is one of several, a descriptor in place of bytes.
-        While it runs: DATA_LOSS with KV_CORRUPT for a wrong checksum; INVALID_ARGUMENT with BAD_REQUEST
-        for a range out of bounds or an end whose sums are wrong; FAILED_PRECONDITION with WRONG_STATE
-        for a message out of order; ABORTED with SUPERSEDED when a newer stream took the grant over.
+        INLINE or a sender that is one of several; FAILED_PRECONDITION with WRONG_STATE for a chunk or
+        end before opened.
+
+        While it runs, and then the transfer fails with it: DATA_LOSS with KV_CORRUPT for a wrong
+        checksum; INVALID_ARGUMENT with BAD_REQUEST for a range out of bounds, a payload of another
+        size than its range, more bytes than the window, an end whose sums are wrong or that comes
+        before every wanted range has; UNIMPLEMENTED with FEATURE for a descriptor in place of bytes;
+        FAILED_PRECONDITION with WRONG_STATE for a second open. The client hears BAD_REQUEST as
+        INTERNAL, for it is P's.
+
+        ABORTED with SUPERSEDED ends a stream whose grant a newer stream has taken over, and it alone.
         A grant that ends closes its stream with the transfer's own end, such as RELEASED, CLIENT_GONE,
-        LEASE_EXPIRED, PREFILL_LOST or STAGE_DEADLINE; RELEASED also where the answer was complete before
-        the KV was. A grant never heard of, or forgotten since, is NOT_FOUND with UNKNOWN_TRANSFER.
+        LEASE_EXPIRED, PREFILL_LOST or STAGE_DEADLINE; RELEASED also where the answer was complete
+        before the KV was. A grant never heard of, or forgotten since, is NOT_FOUND with
+        UNKNOWN_TRANSFER.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
