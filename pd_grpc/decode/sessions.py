@@ -195,6 +195,9 @@ class Sessions:
             heartbeat=duration(timeouts.heartbeat_s),
             max_model_len=offer.max_model_len,
             kv_progress=duration(timeouts.kv_progress_s),
+            first_token=duration(timeouts.first_token_s),
+            attach=duration(timeouts.attach_s),
+            tombstone=duration(timeouts.tombstone_s),
         )
 
 

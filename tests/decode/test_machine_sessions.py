@@ -39,6 +39,9 @@ def test_a_welcome_says_who_we_are_and_what_we_offer(d: Harness, p: Prefill) -> 
         heartbeat=duration(5),
         max_model_len=64,
         kv_progress=duration(10),
+        first_token=duration(30),
+        attach=duration(10),
+        tombstone=duration(60),
     )
 
 
