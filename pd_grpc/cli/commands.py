@@ -8,6 +8,7 @@ from typing import Any
 
 import typer
 
+from pd_grpc.cli.conformance import conformance
 from pd_grpc.cli.generate import generate
 from pd_grpc.cli.serve import serve
 from pd_grpc.cli.status import status
@@ -25,6 +26,7 @@ app.command()(up)
 app.add_typer(serve, name="serve")
 app.command()(generate)
 app.command()(status)
+app.command()(conformance)
 
 
 def _show_version(wanted: bool) -> None:
@@ -41,7 +43,7 @@ def options(
     ),
 ) -> None:
     """Disaggregated prefill and decode over gRPC."""
-    if context.invoked_subcommand in ("generate", "status"):
+    if context.invoked_subcommand in ("generate", "status", "conformance"):
         # They are interrupted as any program is; up and serve have handlers of their own.
         for signum, handler in (context.obj or {}).items():
             signal.signal(signum, signal.SIG_DFL if handler is None else handler)

@@ -18,7 +18,7 @@ PACKAGE = "pd_grpc"
 # other, but for the top one, where the servers read their settings and the command starts servers.
 LAYERS = (
     ("servers", "cli"),
-    ("client", "prefill", "decode", "router"),
+    ("client", "conformance", "prefill", "decode", "router"),
     ("engine", "transport", "blocks"),
     ("protocol",),
     ("v1",),

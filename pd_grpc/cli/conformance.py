@@ -1,0 +1,109 @@
+"""`pd-grpc conformance`: judge any implementation of the protocol."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import grpc
+import typer
+
+from pd_grpc.cli.console import EXIT_FAILED, describe, refuse, say_error, stderr, stdout
+from pd_grpc.conformance.case import Broken, Case, Cases, answers_within
+from pd_grpc.conformance.decode import DECODE_CASES, open_decode
+from pd_grpc.conformance.report import as_object, as_table, explained
+from pd_grpc.conformance.run import Result, run_cases
+from pd_grpc.protocol.endpoints import check_endpoint
+from pd_grpc.protocol.rpc import read_error
+
+
+def conformance(
+    decode: Annotated[
+        str, typer.Option(metavar="H:P", help="Control endpoint of a D to judge.")
+    ] = "",
+    json_file: Annotated[
+        Path | None, typer.Option("--json", metavar="FILE", help="Write the results as JSON.")
+    ] = None,
+    only: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="CASE", help="Run this case, or those whose number begins so; repeatable."
+        ),
+    ] = None,
+    answer_s: Annotated[
+        float,
+        typer.Option(
+            min=0.1, help="How long anything may take that the protocol gives no time of its own."
+        ),
+    ] = 5.0,
+) -> None:
+    """Drive an implementation through every case of the conformance kit.
+
+    The subject must serve nobody else meanwhile. Exits with 1 when a case fails.
+    """
+    endpoint = _endpoint("--decode", decode)
+    cases = _chosen(DECODE_CASES, only or ())
+    answers_within(answer_s)
+    try:
+        subject, results = asyncio.run(_judge_decode(endpoint, cases))
+    except Broken as why:
+        say_error(f"{endpoint} cannot be judged: {why}")
+        raise typer.Exit(EXIT_FAILED) from why
+    except grpc.RpcError as error:
+        say_error(describe(read_error(error), endpoint))
+        raise typer.Exit(EXIT_FAILED) from error
+    if json_file is not None:
+        json_file.write_text(json.dumps(as_object(subject, results), indent=1) + "\n")
+    failed = [result for result in results if result.passed is False]
+    stdout.print(as_table(results))
+    for result in failed:
+        stdout.print(explained(result), markup=False, soft_wrap=True)
+    stdout.print(_summary(results))
+    if failed:
+        raise typer.Exit(EXIT_FAILED)
+
+
+async def _judge_decode(
+    endpoint: str, cases: Sequence[Case[Any]]
+) -> tuple[dict[str, Any], list[Result]]:
+    async with open_decode(endpoint) as subject:
+        results = await run_cases(subject, cases, _tell)
+        about = {
+            "role": "decode",
+            "endpoint": endpoint,
+            "name": subject.instance.name,
+            "model": subject.info.model,
+        }
+        return about, results
+
+
+def _tell(result: Result) -> None:
+    """One line as each case ends, where somebody looks."""
+    if stderr.is_terminal:
+        word = {True: "passed", False: "FAILED", None: "n/a"}[result.passed]
+        stderr.print(f"{result.id} {word} {result.seconds:.2f} s")
+
+
+def _chosen(cases: Cases[Any], only: Sequence[str]) -> list[Case[Any]]:
+    wanted = [name.upper() for name in only]
+    for name in wanted:
+        if not any(case.id.startswith(name) for case in cases):
+            refuse(f"--only {name}: there is no such case")
+    return [c for c in cases if not wanted or any(c.id.startswith(name) for name in wanted)]
+
+
+def _endpoint(option: str, value: str) -> str:
+    try:
+        return check_endpoint(value)
+    except ValueError as error:
+        refuse(f"{option} {error}")
+
+
+def _summary(results: Sequence[Result]) -> str:
+    counts = [sum(r.passed is outcome for r in results) for outcome in (True, False, None)]
+    took = sum(r.seconds for r in results)
+    text = f"{len(results)} cases in {took:.1f} s: {counts[0]} passed, {counts[1]} failed"
+    return text + (f", {counts[2]} do not apply" if counts[2] else "")

@@ -1,0 +1,8 @@
+"""Where the cases for D are registered."""
+
+from __future__ import annotations
+
+from pd_grpc.conformance.case import Cases
+from pd_grpc.conformance.decode.subject import Decode
+
+DECODE_CASES: Cases[Decode] = Cases("D")

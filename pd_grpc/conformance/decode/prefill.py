@@ -1,0 +1,288 @@
+"""The kit as P: a session with heartbeats, and every call that P makes."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from pd_grpc.conformance.calls import Stream, answer, refusal
+from pd_grpc.conformance.case import Broken, answer_s, broken, expect, within
+from pd_grpc.conformance.decode.transfer import Transfer, open_transfer
+from pd_grpc.conformance.kv import KvRule
+from pd_grpc.conformance.request import BUDGET_S, Request, replaced
+from pd_grpc.conformance.transcript import Transcript
+from pd_grpc.protocol.faults import Fault, Reason
+from pd_grpc.protocol.messages import layout_from_proto, seconds
+from pd_grpc.v1 import decode_pb2, decode_pb2_grpc, layout_pb2, types_pb2
+
+
+class Prefill:
+    """A P of the kit's. Its heartbeats list what is in `held`; with `beats=False` it sends only
+    those that a case asks for."""
+
+    def __init__(
+        self,
+        channel: Any,
+        transcript: Transcript,
+        instance: types_pb2.Instance,
+        layouts: Sequence[layout_pb2.KvLayout],
+        *,
+        beats: bool = True,
+    ) -> None:
+        self.instance = instance
+        self.layouts = list(layouts)
+        self.transcript = transcript
+        self.decode = decode_pb2_grpc.DecodeServiceStub(channel)
+        self.welcome = decode_pb2.Welcome()
+        self.held: set[str] = set()
+        self.heard: list[decode_pb2.SessionResponse] = []
+        self._channel = channel
+        self._beats = beats
+        self._sequence = 0
+        self._heard_more = asyncio.Event()
+        self._tasks: list[asyncio.Task[None]] = []
+        self._session: Stream | None = None
+        self._streams: list[Stream] = []
+        self._transfers: list[Transfer] = []
+
+    # The session
+
+    def hello(self, **fields: Any) -> decode_pb2.Hello:
+        """How it introduces itself; `fields` replace what they name."""
+        message = decode_pb2.Hello(instance=self.instance, layouts=self.layouts)
+        return replaced(message, fields)
+
+    def open_session(self) -> Stream:
+        """A Session call on which nothing has been said."""
+        stream = Stream(self.decode.Session(), "Session", self.transcript)
+        self._streams.append(stream)
+        return stream
+
+    async def join(self, **fields: Any) -> decode_pb2.Welcome:
+        """Open a session, the newest of this P, and go on listening."""
+        stream = self.open_session()
+        await stream.send(decode_pb2.SessionRequest(hello=self.hello(**fields)))
+        first: decode_pb2.SessionResponse = await stream.read("welcome")
+        expect(first.HasField("welcome"), "welcome as the first message", first)
+        self.welcome = first.welcome
+        self._session = stream
+        self._sequence = 0
+        self._tasks.append(asyncio.create_task(self._listen(stream)))
+        if self._beats:
+            self._tasks.append(asyncio.create_task(self._keep_beating(stream)))
+        return self.welcome
+
+    async def refused(self, reason: Reason, what: str, **fields: Any) -> Fault:
+        """Open a session that must be refused."""
+        stream = self.open_session()
+        await stream.offer(decode_pb2.SessionRequest(hello=self.hello(**fields)))
+        return await stream.refused(reason, what)
+
+    @property
+    def session(self) -> Stream:
+        """The session that was welcomed last."""
+        if self._session is None:
+            raise Broken("expected a session; none was welcomed")
+        return self._session
+
+    async def heartbeat(self, *grants: str) -> decode_pb2.HeartbeatAck:
+        """Send a heartbeat that lists these grants and no others; returns its ack."""
+        sequence = await self._beat(self.session, grants)
+        return await self._ack(sequence)
+
+    async def load(self) -> decode_pb2.Load:
+        """D's load, by a heartbeat: the one sent last, which may not have come yet where it has
+        changed a moment ago."""
+        await self.heartbeat(*sorted(self.held))
+        await self.hears("load", "D's load after the ack of the first heartbeat")
+        load: decode_pb2.Load = [m.load for m in self.heard if m.HasField("load")][-1]
+        return load
+
+    async def goodbye(self) -> None:
+        """Leave on purpose."""
+        bye = decode_pb2.Goodbye(reason="the case is over")
+        await self.session.offer(decode_pb2.SessionRequest(goodbye=bye))
+
+    async def break_session(self) -> None:
+        """The connection is lost, as D sees it."""
+        await self.session.leave()
+
+    async def hears(self, kind: str, what: str, limit_s: float | None = None) -> Any:
+        """The first message of a kind, such as "drain", that D has sent since the session began."""
+
+        async def found() -> Any:
+            while True:
+                self._heard_more.clear()
+                for message in self.heard:
+                    if message.HasField(kind):
+                        return getattr(message, kind)
+                await self._heard_more.wait()
+
+        return await within(limit_s, found(), what)
+
+    async def told_of(
+        self, request: Request, what: str, limit_s: float | None = None
+    ) -> decode_pb2.TransferEnded:
+        """What D says of a transfer's end."""
+
+        async def found() -> decode_pb2.TransferEnded:
+            while True:
+                self._heard_more.clear()
+                for ended in self.ends():
+                    if ended.ref == request.ref:
+                        return ended
+                await self._heard_more.wait()
+
+        return await within(limit_s, found(), what)
+
+    def ends(self) -> list[decode_pb2.TransferEnded]:
+        """Every end that D has told of."""
+        return [m.transfer_ended for m in self.heard if m.HasField("transfer_ended")]
+
+    # Calls
+
+    async def allocate(
+        self, request: Request, *, hold: bool = True, timeout_s: float = BUDGET_S, **fields: Any
+    ) -> decode_pb2.AllocateResponse:
+        """Blocks for a request. Broken when D refuses. Heartbeats list the grant with `hold`."""
+        call = self.ask(request, timeout_s=timeout_s, **fields)
+        grant: decode_pb2.AllocateResponse = await answer(call, "a grant")
+        if hold:
+            self.held.add(grant.grant_id)
+        return grant
+
+    def ask(self, request: Request, *, timeout_s: float = BUDGET_S, **fields: Any) -> Any:
+        """An Allocate call that is not awaited here."""
+        message = request.allocate(self.welcome.session_id, **fields)
+        return self.decode.Allocate(message, timeout=timeout_s)
+
+    async def allocate_refused(
+        self, request: Request, reason: Reason, what: str, **fields: Any
+    ) -> Fault:
+        """An Allocate that must be refused."""
+        return await refusal(self.ask(request, **fields), reason, what)
+
+    def first_token_message(
+        self, request: Request, grant: decode_pb2.AllocateResponse, token: int, **fields: Any
+    ) -> decode_pb2.SendFirstTokenRequest:
+        """The first token, to be sent; `fields` go into the FirstToken."""
+        return decode_pb2.SendFirstTokenRequest(
+            session_id=self.welcome.session_id,
+            ref=request.ref,
+            grant_id=grant.grant_id,
+            tokens=[decode_pb2.FirstToken(token_id=token, **fields)],
+            computed_tokens=len(request.tokens),
+        )
+
+    def send_first(self, message: decode_pb2.SendFirstTokenRequest) -> Any:
+        """A SendFirstToken call that is not awaited here."""
+        return self.decode.SendFirstToken(message, timeout=answer_s())
+
+    async def first_token(
+        self, request: Request, grant: decode_pb2.AllocateResponse, token: int, **fields: Any
+    ) -> types_pb2.TransferState:
+        """Hand over the first token; returns D's state of the transfer."""
+        message = self.first_token_message(request, grant, token, **fields)
+        taken: decode_pb2.SendFirstTokenResponse = await answer(
+            self.send_first(message), "the first token taken"
+        )
+        return taken.state
+
+    def give_back(self, request: Request, cause: Fault | None = None, **fields: Any) -> Any:
+        """A Release call that is not awaited here."""
+        message = decode_pb2.ReleaseRequest(
+            session_id=self.welcome.session_id,
+            ref=request.ref,
+            cause=None if cause is None else cause.status(),
+            writes_stopped=True,
+        )
+        return self.decode.Release(replaced(message, fields), timeout=answer_s())
+
+    async def release(
+        self, request: Request, cause: Fault | None = None
+    ) -> types_pb2.TransferState:
+        """Give a transfer back; returns D's state of it."""
+        taken: decode_pb2.ReleaseResponse = await answer(
+            self.give_back(request, cause), "the transfer taken back"
+        )
+        return taken.state
+
+    # KV
+
+    async def open(
+        self, request: Request, grant: decode_pb2.AllocateResponse, **fields: Any
+    ) -> Transfer:
+        """A Transfer on which `open` has been sent; `fields` replace those of the message."""
+        if not grant.shards:
+            broken("a shard in the grant", grant)
+        transfer = await open_transfer(
+            grant, self.transcript, request.ref, self.welcome.session_id, **fields
+        )
+        self._transfers.append(transfer)
+        return transfer
+
+    async def send_kv(self, request: Request, grant: decode_pb2.AllocateResponse) -> None:
+        """All KV that D wants, to the end."""
+        transfer = await self.open(request, grant)
+        await transfer.opened()
+        await transfer.send_all(self.kv(request, grant))
+        await transfer.complete()
+
+    def kv(self, request: Request, grant: decode_pb2.AllocateResponse) -> list[Any]:
+        """The chunks of everything D wants."""
+        rule = KvRule(layout_from_proto(self.welcome.layout))
+        return rule.chunks(request.tokens, wanted_blocks(grant.wanted))
+
+    async def hand_over(self, request: Request, token: int) -> decode_pb2.AllocateResponse:
+        """Everything P does for a request whose first token is `token`."""
+        grant = await self.allocate(request)
+        await self.first_token(request, grant, token)
+        await self.send_kv(request, grant)
+        return grant
+
+    async def leave(self) -> None:
+        """End everything; D must take back what was not handed off."""
+        for task in self._tasks:
+            task.cancel()
+        for transfer in self._transfers:
+            await transfer.leave()
+        if self._session is not None and not self._session.is_over:
+            await self.goodbye()
+            await self._session.half_close()
+        for stream in self._streams:
+            await stream.leave()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    async def _listen(self, stream: Stream) -> None:
+        while (message := await stream.wait_for_message()) is not None:
+            self.heard.append(message)
+            self._heard_more.set()
+
+    async def _keep_beating(self, stream: Stream) -> None:
+        while not stream.is_over:
+            await self._beat(stream, self.held)
+            await asyncio.sleep(seconds(self.welcome.heartbeat) / 2)
+
+    async def _beat(self, stream: Stream, grants: Iterable[str]) -> int:
+        self._sequence += 1
+        sequence = self._sequence
+        beat = decode_pb2.Heartbeat(sequence=sequence, grant_ids=sorted(grants))
+        await stream.offer(decode_pb2.SessionRequest(heartbeat=beat))
+        return sequence
+
+    async def _ack(self, sequence: int) -> decode_pb2.HeartbeatAck:
+        async def found() -> decode_pb2.HeartbeatAck:
+            while True:
+                self._heard_more.clear()
+                for message in self.heard:
+                    if message.heartbeat_ack.sequence == sequence:
+                        return message.heartbeat_ack
+                await self._heard_more.wait()
+
+        return await within(None, found(), f"the ack of heartbeat {sequence}")
+
+
+def wanted_blocks(wanted: Iterable[types_pb2.BlockRange]) -> list[int]:
+    """The logical blocks of ranges."""
+    return [b for run in wanted for b in range(run.start, run.start + run.count)]

@@ -1,0 +1,236 @@
+"""A D under test: what it announced, and what a case has in hand to try it with."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import secrets
+import time
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from typing import Any
+
+import grpc
+import grpc.aio
+
+from pd_grpc.conformance.calls import answer
+from pd_grpc.conformance.case import Broken, answer_s, expect
+from pd_grpc.conformance.decode.client import ClientLeg
+from pd_grpc.conformance.decode.prefill import Prefill
+from pd_grpc.conformance.kv import KvRule
+from pd_grpc.conformance.request import BUDGET_S, Request, prompt_of
+from pd_grpc.conformance.transcript import Transcript
+from pd_grpc.protocol.clock import SystemClock
+from pd_grpc.protocol.messages import layout_from_proto, seconds
+from pd_grpc.protocol.refs import mint_epoch
+from pd_grpc.v1 import (
+    admin_pb2_grpc,
+    decode_pb2,
+    decode_pb2_grpc,
+    inference_pb2,
+    inference_pb2_grpc,
+    types_pb2,
+)
+
+LOOK_AGAIN_S = 0.01
+"""Between two looks at D's load."""
+
+MAX_MESSAGE_BYTES = 64 << 20
+CHANNEL_OPTIONS = (
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.use_local_subchannel_pool", 1),
+)
+
+
+def new_epoch() -> int:
+    """The epoch of a process that starts now."""
+    return mint_epoch(SystemClock())
+
+
+@dataclass(frozen=True)
+class Times:
+    """The times that Welcome announces, in seconds."""
+
+    lease: float
+    grace: float
+    heartbeat: float
+    kv_progress: float
+    first_token: float
+    attach: float
+    tombstone: float
+
+
+def times_of(welcome: decode_pb2.Welcome) -> Times:
+    """In seconds."""
+    return Times(**{name: seconds(getattr(welcome, name)) for name in Times.__dataclass_fields__})
+
+
+class DecodeSubject:
+    """A D, by its control endpoint."""
+
+    def __init__(
+        self,
+        endpoint: str,
+        info: inference_pb2.GetModelInfoResponse,
+        watch: Prefill,
+        total_blocks: int,
+    ) -> None:
+        self.endpoint = endpoint
+        self.info = info
+        self.welcome = watch.welcome
+        self.times = times_of(watch.welcome)
+        self.layout = layout_from_proto(watch.welcome.layout)
+        self.rule = KvRule(self.layout)
+        self.total_blocks = total_blocks
+        self._watch = watch
+
+    @property
+    def patience_s(self) -> float:
+        t = self.times
+        waits = t.lease + t.grace + 2 * t.heartbeat + t.kv_progress + t.first_token + t.attach
+        return 6 * answer_s() + 3 * waits
+
+    @property
+    def instance(self) -> types_pb2.Instance:
+        """Who D is."""
+        return self.welcome.instance
+
+    @contextlib.asynccontextmanager
+    async def case(self, case_id: str, transcript: Transcript) -> AsyncIterator[Decode]:
+        """What a case has in hand. At its end every block must be back and the queue empty."""
+        async with grpc.aio.insecure_channel(self.endpoint, options=CHANNEL_OPTIONS) as channel:
+            hand = Decode(self, case_id, transcript, transcript.channel(channel))
+            try:
+                yield hand
+            finally:
+                await hand.leave()
+        await self.settled()
+
+    async def settled(self) -> None:
+        """Broken when a block has not come back, or a request still waits, after the longest time
+        that D announced for anything to end by itself."""
+        t = self.times
+        limit = answer_s() + max(t.lease, t.grace, t.kv_progress, t.first_token, t.attach)
+        until = time.monotonic() + limit
+        while True:
+            load = await self._watch.load()
+            if load.free_blocks == self.total_blocks and not load.queued_requests:
+                return
+            if time.monotonic() > until:
+                raise Broken(
+                    f"expected all {self.total_blocks} blocks free and no Allocate waiting "
+                    f"{limit:g} s after the case; got {load.free_blocks} free and "
+                    f"{load.queued_requests} waiting"
+                )
+            await asyncio.sleep(LOOK_AGAIN_S)
+
+
+@contextlib.asynccontextmanager
+async def open_decode(endpoint: str) -> AsyncIterator[DecodeSubject]:
+    """Meet a D: read its model, open a session that watches its load. Broken, or grpc.RpcError,
+    when that much does not work."""
+    transcript = Transcript()
+    async with grpc.aio.insecure_channel(endpoint, options=CHANNEL_OPTIONS) as plain:
+        channel = transcript.channel(plain)
+        stub = inference_pb2_grpc.InferenceServiceStub(channel)
+        request = inference_pb2.GetModelInfoRequest()
+        info = await answer(stub.GetModelInfo(request, timeout=answer_s()), "GetModelInfo answered")
+        watch = Prefill(
+            channel,
+            transcript,
+            types_pb2.Instance(
+                name=f"kit-watch-{secrets.token_hex(4)}",
+                epoch=new_epoch(),
+                role=types_pb2.ROLE_PREFILL,
+            ),
+            [info.layout],
+        )
+        await watch.join()
+        try:
+            load = await watch.load()
+            expect(
+                load.free_blocks == load.total_blocks > 0,
+                "a D that serves nobody else, with all its blocks free",
+                load,
+            )
+            yield DecodeSubject(endpoint, info, watch, load.total_blocks)
+        finally:
+            await watch.leave()
+
+
+class Decode:
+    """What a case has in hand: Ps and clients of its own, and requests nobody else has."""
+
+    def __init__(
+        self, subject: DecodeSubject, case_id: str, transcript: Transcript, channel: Any
+    ) -> None:
+        self.subject = subject
+        self.times = subject.times
+        self.rule = subject.rule
+        self.transcript = transcript
+        self.channel = channel
+        self.inference = inference_pb2_grpc.InferenceServiceStub(channel)
+        self.decode = decode_pb2_grpc.DecodeServiceStub(channel)
+        self.admin = admin_pb2_grpc.AdminServiceStub(channel)
+        self._case = f"{case_id.lower()}-{secrets.token_hex(4)}"
+        self._numbers = 0
+        self._prefills: list[Prefill] = []
+        self._legs: list[ClientLeg] = []
+
+    @property
+    def block_size(self) -> int:
+        """Tokens of a block."""
+        return self.subject.layout.block_size
+
+    def name(self, what: str) -> str:
+        """A name that nothing else has."""
+        self._numbers += 1
+        return f"kit-{self._case}-{what}{self._numbers}"
+
+    def new_prefill(self, name: str = "", epoch: int = 0, **options: Any) -> Prefill:
+        """A P that has not joined yet; see `Prefill` for the options."""
+        instance = types_pb2.Instance(
+            name=name or self.name("p"), epoch=epoch or new_epoch(), role=types_pb2.ROLE_PREFILL
+        )
+        layouts = [self.subject.info.layout]
+        p = Prefill(self.channel, self.transcript, instance, layouts, **options)
+        self._prefills.append(p)
+        return p
+
+    async def prefill(self, name: str = "", epoch: int = 0, **options: Any) -> Prefill:
+        """A P with a session."""
+        p = self.new_prefill(name, epoch, **options)
+        await p.join()
+        return p
+
+    def request(self, tokens: int = 0, **fields: Any) -> Request:
+        """A request that nobody else has made, `tokens` long: by default a block and a half."""
+        transfer_id = f"{self.name('t')}-{secrets.token_hex(16)}"
+        prompt = prompt_of(
+            transfer_id, tokens or self.block_size * 3 // 2 or 1, self.subject.info.vocab_size
+        )
+        epoch = self.subject.instance.epoch
+        return Request(
+            **{"transfer_id": transfer_id, "prompt": prompt, "decode_epoch": epoch, **fields}
+        )
+
+    def generate(
+        self, request: Request, *, local: bool = False, timeout_s: float = BUDGET_S, **fields: Any
+    ) -> ClientLeg:
+        """A client's leg."""
+        message = request.generate(local=local, **fields)
+        leg = ClientLeg(self.inference.Generate(message, timeout=timeout_s), self.transcript)
+        self._legs.append(leg)
+        return leg
+
+    def answer(self, request: Request) -> list[int]:
+        """Every token that a client must be shown of a request."""
+        return self.rule.answer(request.prompt, request.sampling, request.generated)
+
+    async def leave(self) -> None:
+        """End whatever the case left open."""
+        for leg in self._legs:
+            await leg.leave()
+        for p in self._prefills:
+            await p.leave()

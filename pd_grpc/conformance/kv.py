@@ -1,0 +1,126 @@
+"""The KV that the kit sends: by the sim engine's rule where the subject follows it, so that every
+token of the answer can be checked; otherwise bytes of the right number."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Sequence
+
+import google_crc32c
+
+from pd_grpc.engine.sim import sim_layout
+from pd_grpc.engine.sim_reference import SimKv, sim_answer
+from pd_grpc.protocol.config import EngineConfig
+from pd_grpc.protocol.layout import GroupKind, KvLayout
+from pd_grpc.protocol.messages import sampling_from_proto
+from pd_grpc.v1 import sampling_pb2, transfer_pb2
+
+_SIM_MODEL = re.compile(r"sim-v1/vocab=(\d+)")
+
+
+class KvRule:
+    """What the KV of a sequence is, for one layout."""
+
+    def __init__(self, layout: KvLayout) -> None:
+        self.layout = layout
+        self._sim = _sim_config(layout)
+
+    @property
+    def is_sim(self) -> bool:
+        """Whether the subject follows the sim engine's rule, so that answers are known."""
+        return self._sim is not None
+
+    def answer(
+        self,
+        prompt: Sequence[int],
+        sampling: sampling_pb2.SamplingParams,
+        generated: Sequence[int] = (),
+    ) -> list[int]:
+        """Every token of output after `generated`, the one that ends it included. LookupError for a
+        model whose answers the kit does not know."""
+        if self._sim is None:
+            raise LookupError(f"the answers of {self.layout.model} are not known to the kit")
+        return sim_answer(prompt, sampling_from_proto(sampling), self._sim, generated)
+
+    def chunks(
+        self, tokens: Sequence[int], blocks: Sequence[int], *, per_chunk: int = 2
+    ) -> list[transfer_pb2.KvChunk]:
+        """The KV of `tokens` in the logical `blocks`, layer by layer, runs of at most `per_chunk`
+        blocks to a chunk."""
+        stored = self._blocks(tokens)
+        found = []
+        for g, group in enumerate(self.layout.groups):
+            size = self.layout.layer_bytes(g)
+            for layer in range(group.layers):
+                at = self.layout.layer_offset(g, layer)
+                for run in _runs(blocks, per_chunk):
+                    payload = b"".join(stored[b][at : at + size] for b in run)
+                    found.append(chunk(g, layer, run[0], len(run), payload))
+        return found
+
+    def _blocks(self, tokens: Sequence[int]) -> list[bytes]:
+        """The canonical bytes of each block."""
+        count = self.layout.blocks_for(len(tokens))
+        if self._sim is None:
+            seed = hashlib.sha256(repr(list(tokens)).encode()).digest()
+            return [
+                hashlib.shake_128(seed + bytes([b % 256])).digest(self.layout.block_bytes)
+                for b in range(count)
+            ]
+        kv = SimKv(self._sim)
+        rows = [kv.append(token) for token in tokens]
+        return [self._canonical(rows, b) for b in range(count)]
+
+    def _canonical(self, rows: list[bytes], block: int) -> bytes:
+        """Token rows (layer, plane, head, dimension) as a block: layer, plane, head, token,
+        dimension; positions beyond the prompt are zero."""
+        size = self.layout.block_size
+        mine = rows[block * size : (block + 1) * size]
+        mine += [bytes(self.layout.token_bytes)] * (size - len(mine))
+        dim = self.layout.groups[0].planes[0].head_dim
+        return b"".join(
+            row[at : at + dim] for at in range(0, self.layout.token_bytes, dim) for row in mine
+        )
+
+
+def chunk(
+    group: int, layer: int, block_start: int, block_count: int, payload: bytes
+) -> transfer_pb2.KvChunk:
+    """A chunk of one layer, with its checksum."""
+    return transfer_pb2.KvChunk(
+        group=group,
+        layer_start=layer,
+        layer_count=1,
+        block_start=block_start,
+        block_count=block_count,
+        crc32c=google_crc32c.value(payload),
+        payload=payload,
+    )
+
+
+def _runs(blocks: Sequence[int], longest: int) -> list[list[int]]:
+    runs: list[list[int]] = []
+    for block in sorted(blocks):
+        if runs and runs[-1][-1] + 1 == block and len(runs[-1]) < longest:
+            runs[-1].append(block)
+        else:
+            runs.append([block])
+    return runs
+
+
+def _sim_config(layout: KvLayout) -> EngineConfig | None:
+    """The sim model that has this layout, if one has."""
+    model = _SIM_MODEL.fullmatch(layout.model)
+    if model is None or not layout.groups or layout.groups[0].kind is not GroupKind.FULL:
+        return None
+    plane = layout.groups[0].planes[0]
+    config = EngineConfig(
+        engine="sim",
+        block_size=layout.block_size,
+        sim_vocab=int(model[1]),
+        sim_layers=layout.groups[0].layers,
+        sim_heads=plane.heads,
+        sim_head_dim=plane.head_dim,
+    )
+    return config if sim_layout(config) == layout else None

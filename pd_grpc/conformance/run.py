@@ -1,0 +1,90 @@
+"""Running cases against a subject, one after another, and what came of each."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Iterable
+from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass, field
+from typing import Protocol, TypeVar
+
+import grpc
+from google.protobuf.message import DecodeError
+
+from pd_grpc.conformance.case import Broken, Case, NotApplicable
+from pd_grpc.conformance.transcript import Transcript
+from pd_grpc.protocol.rpc import read_error
+
+S = TypeVar("S", covariant=True)
+C = TypeVar("C")
+
+EXPLAINED_MESSAGES = 40
+"""Messages shown of a case that failed, the last ones."""
+
+
+class Subject(Protocol[S]):
+    """An implementation under test."""
+
+    @property
+    def patience_s(self) -> float:
+        """How long one case may take at most, given the times that the subject announces."""
+
+    def case(self, case_id: str, transcript: Transcript) -> AbstractAsyncContextManager[S]:
+        """What a case has in hand; at its end everything the case held must be back. Broken when
+        it is not."""
+
+
+@dataclass(frozen=True)
+class Result:
+    """What came of a case. `passed` is None where it does not apply to the subject."""
+
+    id: str
+    rule: str
+    title: str
+    passed: bool | None
+    explanation: str
+    messages: list[str] = field(default_factory=list)
+    seconds: float = 0.0
+
+
+async def run_cases(
+    subject: Subject[C], cases: Iterable[Case[C]], report: Callable[[Result], None] = lambda _: None
+) -> list[Result]:
+    """Run cases in order; `report` hears of each as it ends."""
+    results = []
+    for case in cases:
+        results.append(await run_case(subject, case))
+        report(results[-1])
+    return results
+
+
+async def run_case(subject: Subject[C], case: Case[C]) -> Result:
+    """Run one case."""
+    transcript = Transcript()
+    began = time.monotonic()
+
+    def result(passed: bool | None, explanation: str) -> Result:
+        shown = transcript.tail(EXPLAINED_MESSAGES) if passed is False else []
+        took = time.monotonic() - began
+        return Result(case.id, case.rule, case.title, passed, explanation, shown, took)
+
+    try:
+        await asyncio.wait_for(_run(subject, case, transcript), subject.patience_s)
+    except NotApplicable as why:
+        return result(None, f"does not apply: {why}")
+    except asyncio.TimeoutError:
+        return result(False, f"the case did not end within {subject.patience_s:g} s")
+    except Broken as why:
+        return result(False, str(why))
+    except grpc.RpcError as error:
+        return result(False, f"a call failed that should not have: {read_error(error)}")
+    except (DecodeError, asyncio.InvalidStateError, ValueError, LookupError) as error:
+        # What the subject sent could not be used as the protocol has it.
+        return result(False, f"an answer of no use: {type(error).__name__}: {error}")
+    return result(True, "")
+
+
+async def _run(subject: Subject[C], case: Case[C], transcript: Transcript) -> None:
+    async with subject.case(case.id, transcript) as hand:
+        await case.run(hand)

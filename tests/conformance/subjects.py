@@ -1,0 +1,63 @@
+"""Our own servers as subjects of the kit: short times, few blocks."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import queue
+import threading
+from collections.abc import AsyncIterator, Iterator
+from typing import Any
+
+from pd_grpc.decode.server import DecodeServer, start_decode
+from pd_grpc.engine.sim import SimEngine
+from pd_grpc.protocol.config import DecodeConfig
+
+SHORT: dict[str, Any] = {
+    "heartbeat_s": 0.3,
+    "lease_s": 0.8,
+    "grace_s": 0.3,
+    "kv_progress_s": 0.5,
+    "first_token_s": 0.6,
+    "attach_s": 0.6,
+}
+"""What Welcome announces, so that the kit's waits are short."""
+
+DECODE: dict[str, Any] = {
+    "name": "d",
+    "engine": "sim",
+    "num_blocks": 64,
+    "block_size": 16,
+    **SHORT,
+}
+
+
+@contextlib.asynccontextmanager
+async def decode_server(**settings: Any) -> AsyncIterator[DecodeServer]:
+    """A running D."""
+    config = DecodeConfig(**{**DECODE, **settings})
+    server = await start_decode(config, SimEngine(config))
+    try:
+        yield server
+    finally:
+        await server.stop()
+
+
+@contextlib.contextmanager
+def serve_decode_in_thread(**settings: Any) -> Iterator[str]:
+    """A running D, by its endpoint, for callers that have a loop of their own."""
+    started: queue.Queue[str] = queue.Queue()
+    done = threading.Event()
+
+    async def serve() -> None:
+        async with decode_server(**settings) as server:
+            started.put(server.endpoint)
+            await asyncio.to_thread(done.wait)
+
+    thread = threading.Thread(target=asyncio.run, args=(serve(),))
+    thread.start()
+    try:
+        yield started.get(timeout=10)
+    finally:
+        done.set()
+        thread.join()
