@@ -62,6 +62,8 @@ class Stream:
         self._method = method
         self._transcript = transcript
         self._came: asyncio.Queue[Any] = asyncio.Queue()
+        # grpc takes one write at a time.
+        self._writing = asyncio.Lock()
         self._reader = asyncio.create_task(self._read_all())
 
     async def _read_all(self) -> None:
@@ -73,13 +75,17 @@ class Stream:
     async def send(self, message: Message) -> None:
         """Send a message. Broken when the subject has ended the call."""
         try:
-            await within(None, self._call.write(message), f"room to write to {self._method}")
+            await self._write(message)
         except (grpc.RpcError, asyncio.InvalidStateError):
             broken(f"{self._method} open for {show(message)}", await self.ended())
 
     async def offer(self, message: Message) -> None:
         """Send a message that the subject may be about to refuse."""
         with contextlib.suppress(grpc.RpcError, asyncio.InvalidStateError):
+            await self._write(message)
+
+    async def _write(self, message: Message) -> None:
+        async with self._writing:
             await within(None, self._call.write(message), f"room to write to {self._method}")
 
     async def half_close(self) -> None:

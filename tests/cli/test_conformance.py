@@ -2,27 +2,33 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import sys
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
 
-from pd_grpc.cli.commands import app
 from tests.conformance.mutants.decode.sessions import welcome_without_a_session_id
-from tests.conformance.subjects import serve_decode_in_thread
+from tests.conformance.subjects import decode_server
+
+COMMAND = (sys.executable, "-m", "pd_grpc.cli.main", "conformance")
 
 
-def run(*arguments: str) -> tuple[int, str]:
-    """Exit code and output of the command."""
-    result = CliRunner().invoke(app, ["conformance", *arguments])
-    return result.exit_code, result.output
+async def run(*arguments: str) -> tuple[int, str]:
+    """Exit code and output of the command, as a process of its own."""
+    process = await asyncio.create_subprocess_exec(
+        *COMMAND, *arguments, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT
+    )
+    output, _ = await asyncio.wait_for(process.communicate(), 40)
+    assert process.returncode is not None
+    return process.returncode, output.decode()
 
 
-def test_a_subject_that_passes(tmp_path: Path) -> None:
+async def test_a_subject_that_passes(tmp_path: Path) -> None:
     found = tmp_path / "found.json"
-    with serve_decode_in_thread() as endpoint:
-        code, output = run("--decode", endpoint, "--only", "D101", "--json", str(found))
+    async with decode_server() as d:
+        code, output = await run("--decode", d.endpoint, "--only", "D101", "--json", str(found))
     assert code == 0, output
     assert "1 passed, 0 failed" in output
     (case,) = json.loads(found.read_text())["cases"]
@@ -30,13 +36,13 @@ def test_a_subject_that_passes(tmp_path: Path) -> None:
     assert case["rule"] in " ".join(output.split())
 
 
-def test_a_failure_is_explained_by_the_messages_exchanged(
+async def test_a_failure_is_explained_by_the_messages_exchanged(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     welcome_without_a_session_id(monkeypatch)
     found = tmp_path / "found.json"
-    with serve_decode_in_thread() as endpoint:
-        code, output = run("--decode", endpoint, "--only", "d101", "--json", str(found))
+    async with decode_server() as d:
+        code, output = await run("--decode", d.endpoint, "--only", "d101", "--json", str(found))
     assert code == 1
     assert "expected a session_id; got Welcome {" in output
     assert "-> Session hello {" in output and "<- Session welcome {" in output
@@ -44,8 +50,8 @@ def test_a_failure_is_explained_by_the_messages_exchanged(
     assert case["passed"] is False and "expected a session_id" in case["explanation"]
 
 
-def test_nobody_there() -> None:
-    code, output = run("--decode", "127.0.0.1:9", "--answer-s", "1")
+async def test_nobody_there() -> None:
+    code, output = await run("--decode", "127.0.0.1:9", "--answer-s", "1")
     assert code == 1 and "127.0.0.1:9" in output
 
 
@@ -57,6 +63,8 @@ def test_nobody_there() -> None:
         (["--decode", "127.0.0.1:9", "--only", "D999"], "D999"),
     ],
 )
-def test_a_call_that_makes_no_sense_names_the_option(arguments: list[str], named: str) -> None:
-    code, output = run(*arguments)
+async def test_a_call_that_makes_no_sense_names_the_option(
+    arguments: list[str], named: str
+) -> None:
+    code, output = await run(*arguments)
     assert code == 2 and named in output

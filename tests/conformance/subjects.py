@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
-import queue
-import threading
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from typing import Any
 
 from pd_grpc.decode.server import DecodeServer, start_decode
@@ -41,23 +38,3 @@ async def decode_server(**settings: Any) -> AsyncIterator[DecodeServer]:
         yield server
     finally:
         await server.stop()
-
-
-@contextlib.contextmanager
-def serve_decode_in_thread(**settings: Any) -> Iterator[str]:
-    """A running D, by its endpoint, for callers that have a loop of their own."""
-    started: queue.Queue[str] = queue.Queue()
-    done = threading.Event()
-
-    async def serve() -> None:
-        async with decode_server(**settings) as server:
-            started.put(server.endpoint)
-            await asyncio.to_thread(done.wait)
-
-    thread = threading.Thread(target=asyncio.run, args=(serve(),))
-    thread.start()
-    try:
-        yield started.get(timeout=10)
-    finally:
-        done.set()
-        thread.join()
