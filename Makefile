@@ -9,7 +9,8 @@ STAMP := $(VENV)/.installed
 BUILD := build
 
 .DEFAULT_GOAL := help
-.PHONY: help venv test lint protos-lint types unit demo protoc protos protos-breaking tables format clean
+.PHONY: help venv test lint types unit demo tables format clean
+.PHONY: protoc protos protos-lint protos-breaking protos-baseline
 .DELETE_ON_ERROR:
 # pytest comes last, with its closing line, under -j too.
 .NOTPARALLEL:
@@ -19,7 +20,8 @@ help:
 	@echo 'make lint types unit  its parts: ruff and buf, mypy, pytest (ARGS="-k lease")'
 	@echo 'make demo             one prefill, one decode and one router on this machine'
 	@echo 'make protos           generate pd_grpc/v1 from protos/pd_grpc/v1'
-	@echo 'make protos-breaking  compare the protocol with that of the last tag'
+	@echo 'make protos-breaking  compare the protocol with that of the last tag or the baseline'
+	@echo 'make protos-baseline  make the protocol, as it is now, the baseline'
 	@echo 'make tables           write the tables of README.md that come from code'
 	@echo 'make format           format Python and protos'
 	@echo 'make clean            remove what the build left, and the environments'
@@ -55,7 +57,7 @@ $(STAMP): pyproject.toml constraints.txt Makefile
 
 test: lint types unit
 
-lint: protos-lint
+lint: protos-lint protos-breaking
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 
@@ -103,18 +105,24 @@ protos-lint: $(STAMP)
 	$(BIN)/buf lint
 	$(BIN)/buf format --diff --exit-code protos
 
-LAST_TAG = $(shell git describe --tags --abbrev=0 2>/dev/null)
+# What a change must not break: the protocol of the last tag or, before there is one, of BASELINE, the
+# protos as they were landed, without their comments.
+BASELINE := tests/compat/baseline
+LAST_TAG := $(shell git describe --tags --abbrev=0 2>/dev/null)
+BEFORE := $(if $(LAST_TAG),$(BUILD)/before/protos,$(BASELINE))
 
 protos-breaking: $(BUILD)/protos.binpb
-ifeq ($(LAST_TAG),)
-	@echo 'no tag to compare with'
-else
-	rm -rf $(BUILD)/last && mkdir -p $(BUILD)/last
-	git archive $(LAST_TAG) protos buf.yaml | tar -x -C $(BUILD)/last
-	mkdir $(BUILD)/last/.venv && cp -r $(GOOGLEAPIS) $(BUILD)/last/.venv/
-	cd $(BUILD)/last && $(CURDIR)/$(BIN)/buf build --output $(CURDIR)/$(BUILD)/last.binpb
-	$(BIN)/buf breaking $< --against $(BUILD)/last.binpb
-endif
+	rm -rf $(BUILD)/before && mkdir -p $(BUILD)/before
+	$(if $(LAST_TAG),git archive $(LAST_TAG) protos | tar -x -C $(BUILD)/before)
+	$(BIN)/buf build --output $(BUILD)/before.binpb --config \
+		'{"version": "v2", "modules": [{"path": "$(BEFORE)"}, {"path": "$(GOOGLEAPIS)"}]}'
+	$(BIN)/buf breaking $< --against $(BUILD)/before.binpb
+
+protos-baseline: protos-breaking
+	mkdir -p $(BASELINE)/pd_grpc/v1
+	for proto in $(PROTOS); do \
+		sed '/^ *\/\//d' $$proto > $(BASELINE)/$${proto#protos/} || exit; \
+	done
 
 # -------------------------------------------------------------------------------------------------
 
