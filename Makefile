@@ -9,7 +9,7 @@ STAMP := $(VENV)/.installed
 BUILD := build
 
 .DEFAULT_GOAL := help
-.PHONY: help venv test lint types unit demo tables format clean
+.PHONY: help venv test lint types unit demo tables docs format clean
 .PHONY: protoc protos protos-lint protos-breaking protos-baseline
 .DELETE_ON_ERROR:
 # pytest comes last, with its closing line, under -j too.
@@ -23,6 +23,7 @@ help:
 	@echo 'make protos-breaking  compare the protocol with that of the last tag or the baseline'
 	@echo 'make protos-baseline  make the protocol, as it is now, the baseline'
 	@echo 'make tables           write the tables of README.md that come from code'
+	@echo 'make docs             write the parts of docs/protocol.md that come from protos and code'
 	@echo 'make format           format Python and protos'
 	@echo 'make clean            remove what the build left, and the environments'
 
@@ -128,6 +129,9 @@ protos-baseline: protos-breaking
 
 tables: $(STAMP)
 	$(PY) -m tools.readme_tables
+
+docs: $(STAMP)
+	$(PY) -m tools.protocol_reference
 
 format: $(STAMP)
 	$(BIN)/ruff check --fix .

@@ -1,11 +1,7 @@
-"""Writes the tables of README.md that come from code: `make tables`.
-
-Each stands between `<!-- table: NAME -->` and `<!-- end -->`.
-"""
+"""Writes the tables of README.md that come from code: `make tables`."""
 
 from __future__ import annotations
 
-import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -23,6 +19,7 @@ from pd_grpc.protocol.config import (
     Timeouts,
 )
 from pd_grpc.protocol.faults import STATUS_TABLE
+from tools.marked_parts import table, with_parts
 
 
 class _TimeoutsAndSizes(Timeouts, Sizes):
@@ -34,23 +31,23 @@ README = Path(__file__).parent.parent / "README.md"
 
 def statuses() -> str:
     """Every fault: reason, when, code, the code a client sees, whether a retry helps."""
-    lines = ["| reason | when | code | client sees | retry |", "|---|---|---|---|---|"]
+    rows = []
     for reason, row in STATUS_TABLE.items():
         client = "same" if row.client is row.code else f"`{row.client.name}`"
-        cells = (f"`{reason.value}`", row.when, f"`{row.code.name}`", client, row.retry.value)
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines)
+        code = f"`{row.code.name}`"
+        rows.append((f"`{reason.value}`", row.when, code, client, row.retry.value))
+    return table("reason | when | code | client sees | retry", rows)
 
 
 def settings(section: type[BaseModel], without: type[BaseModel] = BaseModel) -> str:
     """Every field of a section of the configuration but those of another."""
-    lines = ["| flag | environment | default | what it is |", "|---|---|---|---|"]
     known = {row.flag for row in settings_table(without)}
-    for row in settings_table(section):
-        if row.flag in known:
-            continue
-        lines.append(f"| `{row.flag}` | `{row.env}` | {row.default} | {row.description} |")
-    return "\n".join(lines)
+    rows = [
+        (f"`{row.flag}`", f"`{row.env}`", row.default, row.description)
+        for row in settings_table(section)
+        if row.flag not in known
+    ]
+    return table("flag | environment | default | what it is", rows)
 
 
 TABLES: dict[str, Callable[[], str]] = {
@@ -64,18 +61,9 @@ TABLES: dict[str, Callable[[], str]] = {
 }
 
 
-def with_tables(text: str) -> str:
-    """The text with every table as the code has it. KeyError for a table nobody makes."""
-
-    def table(match: re.Match[str]) -> str:
-        return f"<!-- table: {match[1]} -->\n{TABLES[match[1]]()}\n<!-- end -->"
-
-    return re.sub(r"<!-- table: (\w+) -->\n.*?<!-- end -->", table, text, flags=re.DOTALL)
-
-
 def main() -> int:
     """Rewrite README.md in place."""
-    README.write_text(with_tables(README.read_text()))
+    README.write_text(with_parts(README.read_text(), TABLES))
     return 0
 
 
