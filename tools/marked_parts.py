@@ -24,7 +24,7 @@ def part_names(text: str) -> list[str]:
 
 
 def table(columns: str, rows: Iterable[tuple[str, ...]]) -> str:
-    """A markdown table: `columns` are the headings, divided by ` | `; a `|` in a cell is escaped."""
+    """A markdown table: `columns` are the headings, divided by ` | `; cells may hold any text."""
     heads = columns.split(" | ")
     lines = [f"| {columns} |", "|" + "---|" * len(heads)]
     for row in rows:

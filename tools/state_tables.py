@@ -1,4 +1,4 @@
-"""The states of a transfer on D and on P, drawn and as tables, out of their machines' own tables."""
+"""The states of a transfer on D and on P, drawn and as tables, out of their machines."""
 
 from __future__ import annotations
 
