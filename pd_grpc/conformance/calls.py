@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import re
 from collections.abc import Awaitable
 from typing import Any, TypeVar
 
@@ -11,7 +12,7 @@ import grpc
 import grpc.aio
 from google.protobuf.message import Message
 
-from pd_grpc.conformance.case import Broken, broken, expect, show, within
+from pd_grpc.conformance.case import Broken, broken, expect, expect_equal, show, within
 from pd_grpc.conformance.transcript import Transcript
 from pd_grpc.protocol.faults import STATUS_TABLE, Code, Fault, Reason, TransportFault
 from pd_grpc.protocol.rpc import read_error
@@ -49,6 +50,18 @@ def check_fault(
         broken(wanted, "OK" if fault is None else f"{fault} (without an ErrorInfo of pd_grpc)")
     expect(fault.reason is reason and fault.code is code, wanted, f"{fault}")
     return fault
+
+
+def check_field(fault: Fault, name: str) -> None:
+    """Broken unless BadRequest names a field called `name`, wherever it lies in the message."""
+    called = [re.sub(r"\[\d+\]", "", wrong.field).split(".")[-1] for wrong in fault.fields]
+    expect(name in called, f"a violation of BadRequest that names {name}", called)
+
+
+def check_metadata(fault: Fault, **wanted: object) -> None:
+    """Broken unless the metadata of ErrorInfo has these values, written as text."""
+    for key, value in wanted.items():
+        expect_equal(fault.metadata.get(key), str(value), f"metadata {key!r}")
 
 
 class Stream:

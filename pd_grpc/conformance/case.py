@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Awaitable, Callable, Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -106,6 +107,25 @@ async def within(seconds: float | None, awaitable: Awaitable[T], what: str) -> T
         return await asyncio.wait_for(asyncio.ensure_future(awaitable), seconds)
     except asyncio.TimeoutError:
         raise Broken(f"expected {what} within {seconds:g} s; nothing came") from None
+
+
+LOOK_AGAIN_S = 0.01
+"""Between two looks at what changes by itself."""
+
+
+async def eventually(
+    look: Callable[[], Awaitable[T]],
+    right: Callable[[T], bool],
+    what: str,
+    seconds: float | None = None,
+) -> T:
+    """Look again and again until what is seen is right, and return it. Broken, with what was seen
+    last, when it has not become so in time; None is `answer_s`."""
+    until = time.monotonic() + (answer_s() if seconds is None else seconds)
+    while not right(seen := await look()):
+        expect(time.monotonic() < until, what, seen)
+        await asyncio.sleep(LOOK_AGAIN_S)
+    return seen
 
 
 def show(value: object) -> str:

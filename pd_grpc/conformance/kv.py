@@ -59,6 +59,23 @@ class KvRule:
                     found.append(chunk(g, layer, run[0], len(run), payload))
         return found
 
+    def piece(
+        self,
+        tokens: Sequence[int],
+        layers: range,
+        blocks: range,
+        *,
+        group: int = 0,
+    ) -> transfer_pb2.KvChunk:
+        """One chunk of several layers: for each block in order, its bytes of these layers."""
+        stored = self._blocks(tokens)
+        at = self.layout.layer_offset(group, layers.start)
+        size = len(layers) * self.layout.layer_bytes(group)
+        payload = b"".join(stored[b][at : at + size] for b in blocks)
+        message = chunk(group, layers.start, blocks.start, len(blocks), payload)
+        message.layer_count = len(layers)
+        return message
+
     def _blocks(self, tokens: Sequence[int]) -> list[bytes]:
         """The canonical bytes of each block."""
         count = self.layout.blocks_for(len(tokens))

@@ -15,8 +15,9 @@ SHORT: dict[str, Any] = {
     "lease_s": 0.8,
     "grace_s": 0.3,
     "kv_progress_s": 0.5,
-    "first_token_s": 0.6,
-    "attach_s": 0.6,
+    "attach_s": 1.3,
+    "first_token_s": 1.6,
+    "tombstone_s": 2.0,
 }
 """What Welcome announces, so that the kit's waits are short."""
 
@@ -25,6 +26,7 @@ DECODE: dict[str, Any] = {
     "engine": "sim",
     "num_blocks": 64,
     "block_size": 16,
+    "send_window_bytes": 4096,
     **SHORT,
 }
 

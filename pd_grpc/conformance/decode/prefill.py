@@ -222,10 +222,17 @@ class Prefill:
         self._transfers.append(transfer)
         return transfer
 
+    async def receiving(
+        self, request: Request, grant: decode_pb2.AllocateResponse, **fields: Any
+    ) -> Transfer:
+        """A Transfer that D has answered with `opened`."""
+        transfer = await self.open(request, grant, **fields)
+        await transfer.opened()
+        return transfer
+
     async def send_kv(self, request: Request, grant: decode_pb2.AllocateResponse) -> None:
         """All KV that D wants, to the end."""
-        transfer = await self.open(request, grant)
-        await transfer.opened()
+        transfer = await self.receiving(request, grant)
         await transfer.send_all(self.kv(request, grant))
         await transfer.complete()
 
