@@ -109,7 +109,8 @@ class AdminServiceServicer(object):
 
     def Drain(self, request, context):
         """Takes nothing new, finishes what runs until the deadline, then exits; what is left by then
-        fails with UNAVAILABLE, DRAINING. Answers at once.
+        fails with UNAVAILABLE, DRAINING. Answers at once. A repeated call only brings the deadline
+        forward.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
