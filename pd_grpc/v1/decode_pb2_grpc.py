@@ -174,11 +174,12 @@ class DecodeServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def SendFirstToken(self, request, context):
-        """Hands over the first token, before, while or after the KV comes. D shows it to the client at
-        once and decodes when all KV is verified. With a finish_reason it ends the transfer from any
-        state, and missing KV is no longer wanted; the answer is kept for a client that comes within
-        the tombstone's time. Idempotent: the same token again changes nothing and answers the state;
-        for a transfer that has ended it answers the recorded state with OK.
+        """Hands over the first token, before, while or after the KV comes. P sends it as soon as it is
+        known. D shows it to the client at once and decodes when all KV is verified. With a
+        finish_reason it ends the transfer from any state, and missing KV is no longer wanted; the
+        answer is kept for a client that comes within the tombstone's time. Idempotent: the same token
+        again changes nothing and answers the state; for a transfer that has ended it answers the
+        recorded state with OK.
 
         ALREADY_EXISTS with DUPLICATE_TRANSFER for another first token than the one D has; NOT_FOUND
         with UNKNOWN_TRANSFER when D knows no Allocate of it; FAILED_PRECONDITION with WRONG_STATE when

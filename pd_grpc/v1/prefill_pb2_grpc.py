@@ -52,6 +52,9 @@ class PrefillServiceServicer(object):
         otherwise, a refusal or failure of D's as D gave it. Cancelling it leaves the queue at once,
         stops the compute by the next chunk and releases D with CLIENT_GONE. A D that refuses, cannot
         be reached or drains before it has granted is left for the next of `decodes`, after placing.
+        A refusal that another D would only repeat, such as BAD_REQUEST, HANDOFF_MISMATCH or RELEASED,
+        ends the call. A request that waits for D holds no block of P's. A D that is slow, full or
+        silent delays only the requests meant for it.
 
         ALREADY_EXISTS with DUPLICATE_TRANSFER while the same ref is in flight, which is unharmed;
         ABORTED with RELEASED when it has ended here and is remembered, with STALE_ATTEMPT or
