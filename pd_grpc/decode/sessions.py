@@ -156,6 +156,8 @@ class Sessions:
             )
         self._check_layouts(hello.layouts)
         _check_means(hello)
+        for shard in hello.shards:
+            self._check_whole(shard)
 
     def _check_layouts(self, offered: Sequence[layout_pb2.KvLayout]) -> None:
         """One that is ours is enough; without one, P hears what is wrong with its best."""
@@ -180,6 +182,16 @@ class Sessions:
             return None
         first = differences[0]
         return _mismatch(f"layout.{first.field}", first.ours, first.theirs)
+
+    def _check_whole(self, shard: layout_pb2.Shard) -> None:
+        """P's one shard holds every layer and head, whether it counts them or not."""
+        layers = sum(group.layers for group in self._offer.layout.groups)
+        heads = self._offer.layout.groups[0].planes[0].heads
+        limits = {"layer_start": 0, "layer_count": layers, "head_start": 0, "head_count": heads}
+        for field, most in limits.items():
+            theirs = getattr(shard, field)
+            if theirs not in (0, most):
+                raise _mismatch(f"shards[0].{field}", str(most), str(theirs))
 
     def _welcome(self, session: Session) -> decode_pb2.Welcome:
         offer, timeouts = self._offer, self._offer.timeouts

@@ -130,6 +130,10 @@ def test_a_scale_plane_is_refused_as_not_built(d: Harness) -> None:
         ({"shards": [layout_pb2.Shard(pp_size=2)]}, "shards[0].pp_size"),
         ({"shards": [layout_pb2.Shard(dp_size=2)]}, "shards[0].dp_size"),
         ({"shards": [layout_pb2.Shard(dp_size=1, dp_rank=1)]}, "shards[0].dp_rank"),
+        ({"shards": [layout_pb2.Shard(layer_start=1)]}, "shards[0].layer_start"),
+        ({"shards": [layout_pb2.Shard(layer_count=1)]}, "shards[0].layer_count"),
+        ({"shards": [layout_pb2.Shard(head_start=1)]}, "shards[0].head_start"),
+        ({"shards": [layout_pb2.Shard(head_count=1)]}, "shards[0].head_count"),
         ({"hash_algorithm": "md5"}, "hash_algorithm"),
     ],
 )
