@@ -8,7 +8,7 @@ from typing import Any
 
 from pd_grpc.conformance.calls import Stream, answer, refusal
 from pd_grpc.conformance.case import Broken, answer_s, broken, expect, within
-from pd_grpc.conformance.decode.transfer import Transfer, open_transfer
+from pd_grpc.conformance.decode.transfer import Transfer, connect_transfer
 from pd_grpc.conformance.kv import KvRule
 from pd_grpc.conformance.request import BUDGET_S, Request, replaced
 from pd_grpc.conformance.transcript import Transcript
@@ -40,6 +40,8 @@ class Prefill:
         self._channel = channel
         self._beats = beats
         self._sequence = 0
+        # A beat on its way while D ends the session would hide how D ended it.
+        self._beating: Stream | None = None
         self._heard_more = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
         self._session: Stream | None = None
@@ -61,6 +63,7 @@ class Prefill:
 
     async def join(self, **fields: Any) -> decode_pb2.Welcome:
         """Open a session, the newest of this P, and go on listening."""
+        self._beating = None
         stream = self.open_session()
         await stream.send(decode_pb2.SessionRequest(hello=self.hello(**fields)))
         first: decode_pb2.SessionResponse = await stream.read("welcome")
@@ -70,6 +73,7 @@ class Prefill:
         self._sequence = 0
         self._tasks.append(asyncio.create_task(self._listen(stream)))
         if self._beats:
+            self._beating = stream
             self._tasks.append(asyncio.create_task(self._keep_beating(stream)))
         return self.welcome
 
@@ -101,6 +105,7 @@ class Prefill:
 
     async def goodbye(self) -> None:
         """Leave on purpose."""
+        self._beating = None
         bye = decode_pb2.Goodbye(reason="the case is over")
         await self.session.offer(decode_pb2.SessionRequest(goodbye=bye))
 
@@ -152,9 +157,17 @@ class Prefill:
             self.held.add(grant.grant_id)
         return grant
 
-    def ask(self, request: Request, *, timeout_s: float = BUDGET_S, **fields: Any) -> Any:
-        """An Allocate call that is not awaited here."""
-        message = request.allocate(self.welcome.session_id, **fields)
+    def ask(
+        self,
+        request: Request,
+        *,
+        timeout_s: float = BUDGET_S,
+        session_id: str | None = None,
+        **fields: Any,
+    ) -> Any:
+        """An Allocate call that is not awaited here; in the session's name unless told another."""
+        name = self.welcome.session_id if session_id is None else session_id
+        message = request.allocate(name, **fields)
         return self.decode.Allocate(message, timeout=timeout_s)
 
     async def allocate_refused(
@@ -214,11 +227,16 @@ class Prefill:
         self, request: Request, grant: decode_pb2.AllocateResponse, **fields: Any
     ) -> Transfer:
         """A Transfer on which `open` has been sent; `fields` replace those of the message."""
+        transfer = self.connect(grant)
+        session_id = self.welcome.session_id
+        await transfer.offer_open(request.ref, session_id, grant.grant_id, **fields)
+        return transfer
+
+    def connect(self, grant: decode_pb2.AllocateResponse) -> Transfer:
+        """A Transfer on which nothing has been said yet."""
         if not grant.shards:
             broken("a shard in the grant", grant)
-        transfer = await open_transfer(
-            grant, self.transcript, request.ref, self.welcome.session_id, **fields
-        )
+        transfer = connect_transfer(grant, self.transcript)
         self._transfers.append(transfer)
         return transfer
 
@@ -267,7 +285,7 @@ class Prefill:
             self._heard_more.set()
 
     async def _keep_beating(self, stream: Stream) -> None:
-        while not stream.is_over:
+        while stream is self._beating and not stream.is_over:
             await self._beat(stream, self.held)
             await asyncio.sleep(seconds(self.welcome.heartbeat) / 2)
 

@@ -4,7 +4,28 @@ Numbers: 1xx sessions, 2xx Allocate, 3xx Transfer, 4xx first token and hand-off,
 tombstones, 6xx client legs, 7xx reserved features, 8xx unknown fields and sizes, 9xx drain.
 """
 
-from pd_grpc.conformance.decode.cases import sessions
+from pd_grpc.conformance.decode.cases import (
+    broken,
+    epochs,
+    heartbeats,
+    hello,
+    layouts,
+    openings,
+    reopen,
+    sessions,
+    transfer,
+)
 from pd_grpc.conformance.decode.cases.registry import DECODE_CASES
 
-__all__ = ["DECODE_CASES", "sessions"]
+__all__ = [
+    "DECODE_CASES",
+    "broken",
+    "epochs",
+    "heartbeats",
+    "hello",
+    "layouts",
+    "openings",
+    "reopen",
+    "sessions",
+    "transfer",
+]

@@ -1,0 +1,166 @@
+"""D11x: heartbeats, what they renew and what they tell."""
+
+from __future__ import annotations
+
+import asyncio
+
+from pd_grpc.conformance.calls import Stream
+from pd_grpc.conformance.case import answer_s, expect, expect_equal
+from pd_grpc.conformance.decode.cases.registry import DECODE_CASES as case
+from pd_grpc.conformance.decode.pool import fill, load_now, queued, request_of
+from pd_grpc.conformance.decode.prefill import Prefill
+from pd_grpc.conformance.decode.subject import Decode
+from pd_grpc.protocol.faults import Reason, read_status
+from pd_grpc.v1 import decode_pb2, types_pb2
+
+NO_GRANT = "kit-made-this-up"
+
+
+@case(110, "Heartbeats renew the listed grants alone.")
+async def heartbeats_renew_grants(d: Decode) -> None:
+    """A grant that heartbeats list is alive after its lease; one that they do not list is not."""
+    p = await d.prefill()
+    kept, dropped = d.request(), d.request()
+    held = await p.allocate(kept)
+    lost = await p.allocate(dropped, hold=False)
+    await p.told_of(dropped, "the end of a grant not listed", 2 * d.times.lease + 1)
+    ack = await p.heartbeat(held.grant_id, lost.grant_id)
+    expect_equal(list(ack.unknown_grant_ids), [lost.grant_id], "unknown_grant_ids")
+    leg = d.generate(kept)
+    wanted = d.answer(kept)
+    await p.first_token(kept, held, wanted[0])
+    await p.send_kv(kept, held)
+    await leg.answers(wanted)
+
+
+@case(111, "D hands it back and draws nothing else from it.")
+async def acks_carry_the_sequence(d: Decode) -> None:
+    """Heartbeats are acknowledged in order, each with its own sequence, whatever that is."""
+    stream = await _welcomed(d.new_prefill())
+    sequences = [7, 7, 3, 2**64 - 1, 1]
+    for sequence in sequences:
+        await _beat(stream, sequence)
+    acks = [await _ack(stream) for _ in sequences]
+    expect_equal(acks, sequences, "the sequences of the acks")
+
+
+@case(112, "Listed grants that D does not know as this P's")
+async def unknown_grants_are_named(d: Decode) -> None:
+    """Of three grants listed, the ack names the one made up and the one of another P."""
+    p, other = await d.prefill(), await d.prefill()
+    mine = await p.allocate(d.request())
+    theirs = await other.allocate(d.request())
+    ack = await p.heartbeat(mine.grant_id, NO_GRANT, theirs.grant_id)
+    unknown = sorted(ack.unknown_grant_ids)
+    expect_equal(unknown, sorted([NO_GRANT, theirs.grant_id]), "unknown_grant_ids")
+
+
+@case(113, "Only the session's P may touch its transfers")
+async def nobody_renews_for_another(d: Decode) -> None:
+    """A grant that another P lists, and its own does not, ends with its lease."""
+    p, other = await d.prefill(), await d.prefill()
+    request = d.request()
+    grant = await p.allocate(request, hold=False)
+    other.held.add(grant.grant_id)
+    await other.heartbeat(grant.grant_id)
+    await p.told_of(request, "the end of a grant that its P does not list", 2 * d.times.lease + 1)
+
+
+@case(114, "A grant that was handed off is known while its transfer lives.")
+async def a_grant_handed_off_is_known(d: Decode) -> None:
+    """A heartbeat lists a grant whose transfer is handed off and waits for its client."""
+    p = await d.prefill()
+    request = d.request()
+    wanted = d.answer(request)
+    grant = await p.hand_over(request, wanted[0])
+    ack = await p.heartbeat(grant.grant_id)
+    expect_equal(list(ack.unknown_grant_ids), [], "unknown_grant_ids")
+    await d.generate(request).answers(wanted)
+
+
+@case(115, "A lease that ends brings the transfer to EXPIRED: client and P hear LEASE_EXPIRED")
+async def both_hear_of_a_lease_that_ends(d: Decode) -> None:
+    """Nobody renews a grant: its client and its P are told, and not before the lease is over."""
+    p = await d.prefill()
+    request = d.request()
+    leg = d.generate(request)
+    grant = await p.allocate(request, hold=False)
+    await leg.shows_nothing(0.75 * d.times.lease, f"grant {grant.grant_id} alive for its lease")
+    await leg.fails(Reason.LEASE_EXPIRED, "the lease has ended", d.times.lease + 1)
+    ended = await p.told_of(request, "the end of the grant")
+    expect_equal(ended.state, types_pb2.TRANSFER_STATE_EXPIRED, "state")
+    fault = read_status(ended.status)
+    expired = getattr(fault, "reason", None) is Reason.LEASE_EXPIRED
+    expect(expired, "a status with LEASE_EXPIRED", fault)
+
+
+@case(116, "D's load, after the ack of a heartbeat before which it has changed.")
+async def load_follows_the_ack(d: Decode) -> None:
+    """Blocks are granted and given back; each time the next heartbeat brings the new count."""
+    p = await d.prefill()
+    total = d.subject.total_blocks
+    for blocks in (3, 2):
+        request = request_of(d, blocks)
+        await p.allocate(request)
+        load = await load_now(p)
+        expect_equal(load.total_blocks, total, "total_blocks")
+        expect_equal(load.free_blocks, total - blocks, f"free_blocks, with {blocks} granted,")
+        await p.release(request)
+        expect_equal((await load_now(p)).free_blocks, total, "free_blocks, with all given back,")
+
+
+@case(117, "Prompt tokens of Allocates that wait.")
+async def load_counts_who_waits(d: Decode) -> None:
+    """Two Allocates wait for blocks: the load has their number and the sum of their prompts."""
+    p = await d.prefill()
+    await fill(d, p)
+    waiting = [d.request(tokens) for tokens in (d.block_size, d.block_size + 1)]
+    calls = [p.ask(request) for request in waiting]
+    load = await queued(p, len(calls))
+    expect_equal(load.queued_tokens, sum(len(r.prompt) for r in waiting), "queued_tokens")
+    expect_equal(load.free_blocks, 0, "free_blocks")
+    for call in calls:
+        call.cancel()
+    expect_equal((await queued(p, 0)).queued_tokens, 0, "queued_tokens, with nobody waiting,")
+
+
+@case(118, "NOT_FOUND with LEASE_EXPIRED when P sent no heartbeat")
+async def a_silent_session_ends(d: Decode) -> None:
+    """P sends no heartbeat: its session lives for more than one period and ends after two."""
+    p = d.new_prefill()
+    stream = await _welcomed(p)
+    period = d.times.heartbeat
+    await stream.silent(1.5 * period, "a session that lives for two heartbeats of silence")
+    await stream.refused(Reason.LEASE_EXPIRED, "no heartbeat for two periods", period + answer_s())
+
+
+@case(119, "Each side takes a session on which it has heard nothing for two of them for broken.")
+async def a_beating_session_lives(d: Decode) -> None:
+    """Heartbeats without grants, one in each period, keep a session beyond two periods."""
+    stream = await _welcomed(d.new_prefill())
+    for sequence in range(1, 5):
+        await _beat(stream, sequence)
+        expect_equal(await _ack(stream), sequence, "the sequence of the ack")
+        await asyncio.sleep(0.75 * d.times.heartbeat)
+
+
+async def _welcomed(p: Prefill) -> Stream:
+    """A session on which nothing more is said, nor read but by the case."""
+    stream = p.open_session()
+    await stream.send(decode_pb2.SessionRequest(hello=p.hello()))
+    first = await stream.read("welcome")
+    expect(first.HasField("welcome"), "welcome as the first message", first)
+    return stream
+
+
+async def _beat(stream: Stream, sequence: int) -> None:
+    beat = decode_pb2.Heartbeat(sequence=sequence)
+    await stream.send(decode_pb2.SessionRequest(heartbeat=beat))
+
+
+async def _ack(stream: Stream) -> int:
+    """The sequence of the next ack; what else D pushes is passed over."""
+    while True:
+        message: decode_pb2.SessionResponse = await stream.read("the ack of a heartbeat")
+        if message.HasField("heartbeat_ack"):
+            return message.heartbeat_ack.sequence

@@ -1,0 +1,203 @@
+"""D13x: layouts, shards and hashes that must fit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from pd_grpc.conformance.calls import check_metadata
+from pd_grpc.conformance.case import expect, expect_equal
+from pd_grpc.conformance.decode.cases.registry import DECODE_CASES as case
+from pd_grpc.conformance.decode.subject import Decode
+from pd_grpc.protocol.faults import Fault, Reason
+from pd_grpc.v1 import layout_pb2
+
+Change = Callable[[layout_pb2.KvLayout], None]
+UNKNOWN_KIND: Any = 99
+
+
+@case(130, "equal strings mean that equal tokens give equal KV")
+async def another_model(d: Decode) -> None:
+    """A layout of another model, or of another position encoding, is refused with both values."""
+    for field in ("model", "positions"):
+        await _differs(d, lambda layout: layout, field, "kit-another")
+
+
+@case(131, "a difference is FAILED_PRECONDITION with reason LAYOUT_MISMATCH, the field and both")
+async def another_shape(d: Decode) -> None:
+    """A layout with one more token in a block, layer, head or dimension is refused."""
+    own = d.subject.info.layout
+    plane = own.groups[0].planes[0]
+    await _differs(d, lambda layout: layout, "block_size", own.block_size + 1)
+    await _differs(d, _group, "layers", own.groups[0].layers + 1)
+    await _differs(d, _plane, "heads", plane.heads + 1)
+    await _differs(d, _plane, "head_dim", plane.head_dim + 1)
+
+
+@case(132, "Element type: float32, float16, bfloat16, float8_e4m3, int8 or uint8.")
+async def another_element_type(d: Decode) -> None:
+    """A layout whose second plane has elements of another type is refused."""
+    own = d.subject.info.layout.groups[0].planes[-1].dtype
+    other = "float32" if own != "float32" else "float16"
+    await _differs(d, lambda layout: layout.groups[0].planes[-1], "dtype", other)
+
+
+@case(133, "Tensors kept per token, in their order within a layer; at least one.")
+async def other_planes(d: Decode) -> None:
+    """A layout without the second plane, and one with a group more, are refused."""
+
+    def without_values(layout: layout_pb2.KvLayout) -> None:
+        del layout.groups[0].planes[-1]
+
+    def with_another_group(layout: layout_pb2.KvLayout) -> None:
+        layout.groups.add().CopyFrom(layout.groups[0])
+
+    for field, change in (("planes", without_values), ("groups", with_another_group)):
+        fault = await _refused(d, Reason.LAYOUT_MISMATCH, change)
+        expect_equal(_last(fault), field, "metadata 'field', the last of its path,")
+
+
+@case(134, "Anything else names an engine's own packing")
+async def another_packing(d: Decode) -> None:
+    """A layout of an engine's own packing is refused by a D of the canonical format."""
+    await _differs(d, lambda layout: layout, "format", "kit-packing")
+
+
+@case(135, "D takes its own layout if it is among them.")
+async def own_layout_behind_another(d: Decode) -> None:
+    """D's own layout, listed behind one of another model, is the one chosen."""
+    other = _changed(d, lambda layout: setattr(layout, "model", "kit-another"))
+    p = d.new_prefill()
+    welcome = await p.join(layouts=[other, d.subject.info.layout])
+    expect_equal(welcome.layout, d.subject.info.layout, "layout, D's own,")
+
+
+@case(136, "compared at Hello field by field, with defaults filled in")
+async def defaults_are_filled_in(d: Decode) -> None:
+    """A layout that leaves out what the default says is the same as one that says it."""
+    own = d.subject.info.layout
+
+    def bare(layout: layout_pb2.KvLayout) -> None:
+        if layout.format == "canonical":
+            layout.format = ""
+        for group in layout.groups:
+            if group.kind == layout_pb2.KV_GROUP_KIND_FULL:
+                group.kind = layout_pb2.KV_GROUP_KIND_UNSPECIFIED
+
+    def spelt_out(layout: layout_pb2.KvLayout) -> None:
+        layout.format = layout.format or "canonical"
+        for group in layout.groups:
+            group.kind = group.kind or layout_pb2.KV_GROUP_KIND_FULL
+
+    for change in (bare, spelt_out):
+        layout = _changed(d, change)
+        await d.new_prefill().join(layouts=[layout])
+    expect_equal(d.subject.info.layout, own, "layout")
+
+
+@case(
+    137, "when the best layout has a group or plane that is not built and none of the others fits"
+)
+async def a_group_or_plane_not_built(d: Decode) -> None:
+    """A layout of a reserved kind of group, or with a reserved kind of plane, needs a feature."""
+    for kind in (layout_pb2.KV_GROUP_KIND_SLIDING, layout_pb2.KV_GROUP_KIND_LATENT):
+        await _refused(d, Reason.FEATURE, _set(_group, "kind", kind))
+    for plane in (layout_pb2.PLANE_KIND_SCALE, layout_pb2.PLANE_KIND_LATENT):
+        await _refused(d, Reason.FEATURE, _set(_plane, "kind", plane))
+    exotic = _changed(d, _set(_group, "kind", layout_pb2.KV_GROUP_KIND_STATE))
+    await d.new_prefill().join(layouts=[exotic, d.subject.info.layout])
+
+
+@case(138, "FEATURE where the value names a way to do the thing (kind of a layout's group or plane")
+async def a_kind_of_a_later_version(d: Decode) -> None:
+    """A layout with a kind of group or plane that nobody knows yet needs a feature."""
+    await _refused(d, Reason.FEATURE, _set(_group, "kind", UNKNOWN_KIND))
+    await _refused(d, Reason.FEATURE, _set(_plane, "kind", UNKNOWN_KIND))
+
+
+@case(139, 'Algorithm of block hashes: "sha256-128-chain". Empty means that.')
+async def another_hash_algorithm(d: Decode) -> None:
+    """P whose block hashes are of another algorithm is refused with both names."""
+    p = d.new_prefill()
+    fault = await p.refused(Reason.LAYOUT_MISMATCH, "other hashes", hash_algorithm="kit-hash")
+    check_metadata(fault, field="hash_algorithm", ours="sha256-128-chain", theirs="kit-hash")
+    await p.join(hash_algorithm="sha256-128-chain")
+
+
+@case(
+    140,
+    "Empty means one that holds everything, and v1 takes no other: more of them, a rank above 0"
+    " or a size above 1 is LAYOUT_MISMATCH.",
+)
+async def more_shards_than_one(d: Decode) -> None:
+    """P with two shards, and P with one that has a rank or shares a size, is refused."""
+    one = layout_pb2.Shard()
+    await _shards_refused(d, [one, one], "shards")
+    for kind in ("tp", "pp", "cp", "dp"):
+        for field, value in ((f"{kind}_rank", 1), (f"{kind}_size", 2)):
+            await _shards_refused(d, [layout_pb2.Shard(**{field: value})], field)
+    whole = layout_pb2.Shard(tp_size=1, pp_size=1, cp_size=1, dp_size=1)
+    await d.new_prefill().join(shards=[whole])
+
+
+@case(141, "Empty means one that holds everything, and v1 takes no other")
+async def a_shard_of_some_layers(d: Decode) -> None:
+    """P whose only shard lacks a layer or a head is refused; one that counts them all is not."""
+    layers = sum(group.layers for group in d.subject.info.layout.groups)
+    heads = d.subject.info.layout.groups[0].planes[0].heads
+    part = {"layer_start": 1, "head_start": 1}
+    part |= {"layer_count": layers - 1} if layers > 1 else {}
+    part |= {"head_count": heads - 1} if heads > 1 else {}
+    for field, value in part.items():
+        await _shards_refused(d, [layout_pb2.Shard(**{field: value})], field)
+    whole = layout_pb2.Shard(layer_count=layers, head_count=heads)
+    await d.new_prefill().join(shards=[whole])
+
+
+def _group(layout: layout_pb2.KvLayout) -> Any:
+    return layout.groups[0]
+
+
+def _plane(layout: layout_pb2.KvLayout) -> Any:
+    return layout.groups[0].planes[0]
+
+
+def _set(where: Callable[[layout_pb2.KvLayout], Any], field: str, value: object) -> Change:
+    return lambda layout: setattr(where(layout), field, value)
+
+
+def _changed(d: Decode, change: Change) -> layout_pb2.KvLayout:
+    """D's layout but for a change."""
+    layout = layout_pb2.KvLayout()
+    layout.CopyFrom(d.subject.info.layout)
+    change(layout)
+    return layout
+
+
+async def _refused(d: Decode, reason: Reason, change: Change) -> Fault:
+    """The fault of a hello whose only layout is D's but for a change."""
+    layout = _changed(d, change)
+    return await d.new_prefill().refused(reason, "a layout unlike D's", layouts=[layout])
+
+
+async def _differs(
+    d: Decode, where: Callable[[layout_pb2.KvLayout], Any], field: str, theirs: object
+) -> None:
+    """Broken unless a layout that differs in one field is refused with that field and both."""
+    ours = getattr(where(d.subject.info.layout), field) or {"format": "canonical"}.get(field, "")
+    fault = await _refused(d, Reason.LAYOUT_MISMATCH, _set(where, field, theirs))
+    expect_equal(_last(fault), field, "metadata 'field', the last of its path,")
+    check_metadata(fault, ours=ours, theirs=theirs)
+
+
+def _last(fault: Fault) -> str:
+    path = fault.metadata.get("field", "")
+    return path.rsplit(".", 1)[-1]
+
+
+async def _shards_refused(d: Decode, shards: list[layout_pb2.Shard], field: str) -> None:
+    p = d.new_prefill()
+    fault = await p.refused(Reason.LAYOUT_MISMATCH, f"shards with {field}", shards=shards)
+    expect_equal(_last(fault), field, "metadata 'field', the last of its path,")
+    for side in ("ours", "theirs"):
+        expect(bool(fault.metadata.get(side)), f"metadata {side!r}", dict(fault.metadata))
