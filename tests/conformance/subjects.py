@@ -8,7 +8,8 @@ from typing import Any
 
 from pd_grpc.decode.server import DecodeServer, start_decode
 from pd_grpc.engine.sim import SimEngine
-from pd_grpc.protocol.config import DecodeConfig
+from pd_grpc.prefill.server import PrefillServer, start_prefill
+from pd_grpc.protocol.config import DecodeConfig, PrefillConfig
 
 SHORT: dict[str, Any] = {
     "heartbeat_s": 0.3,
@@ -36,6 +37,28 @@ async def decode_server(**settings: Any) -> AsyncIterator[DecodeServer]:
     """A running D."""
     config = DecodeConfig(**{**DECODE, **settings})
     server = await start_decode(config, SimEngine(config))
+    try:
+        yield server
+    finally:
+        await server.stop()
+
+
+PREFILL: dict[str, Any] = {
+    "name": "p",
+    "engine": "sim",
+    "num_blocks": 64,
+    "block_size": 16,
+    "chunk_tokens": 64,
+    "chunk_bytes": 4096,
+    "max_model_len": 4096,
+}
+
+
+@contextlib.asynccontextmanager
+async def prefill_server(**settings: Any) -> AsyncIterator[PrefillServer]:
+    """A running P."""
+    config = PrefillConfig(**{**PREFILL, **settings})
+    server = await start_prefill(config, SimEngine(config))
     try:
         yield server
     finally:
