@@ -88,6 +88,9 @@ class BulkServer:
         try:
             await self._write(stream, outbox, context)
         except Fault as fault:
+            # First, for to a reader an abort of ours looks like a failure.
+            reader.cancel()
+            await asyncio.wait([reader])
             await rpc.abort(context, fault)
         finally:
             del self._outboxes[stream]
