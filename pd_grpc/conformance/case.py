@@ -28,6 +28,12 @@ def answers_within(seconds: float) -> None:
     _answer_s.set(seconds)
 
 
+def quiet_s() -> float:
+    """How long to listen for what must not come, where the protocol gives no time: it would come at
+    once."""
+    return min(0.2, answer_s() / 5)
+
+
 class Broken(Exception):
     """A rule was not kept: says what should have happened, and what did."""
 

@@ -32,6 +32,13 @@ class Transfer:
         self.chunks = 0
         self.bytes = 0
 
+    async def offer_open(
+        self, ref: types_pb2.TransferRef, session_id: str, grant_id: str, /, **fields: Any
+    ) -> None:
+        """Say which grant it serves; `fields` replace those of the message."""
+        message = transfer_pb2.TransferOpen(session_id=session_id, ref=ref, grant_id=grant_id)
+        await self.stream.offer(transfer_pb2.TransferRequest(open=replaced(message, fields)))
+
     async def opened(self) -> transfer_pb2.TransferOpened:
         """D's answer to open."""
         message: transfer_pb2.TransferResponse = await self.stream.read("opened")
@@ -100,16 +107,7 @@ class Transfer:
         await self._channel.close(None)
 
 
-async def open_transfer(
-    grant: decode_pb2.AllocateResponse,
-    transcript: Transcript,
-    ref: types_pb2.TransferRef,
-    session_id: str,
-    **fields: Any,
-) -> Transfer:
-    """A Transfer of a grant to its first shard, on a connection of its own, with `open` sent."""
+def connect_transfer(grant: decode_pb2.AllocateResponse, transcript: Transcript) -> Transfer:
+    """A Transfer to a grant's first shard, on a connection of its own, with nothing said yet."""
     channel = grpc.aio.insecure_channel(grant.shards[0].endpoint, options=CHANNEL_OPTIONS)
-    transfer = Transfer(channel, transcript)
-    message = transfer_pb2.TransferOpen(session_id=session_id, ref=ref, grant_id=grant.grant_id)
-    await transfer.stream.offer(transfer_pb2.TransferRequest(open=replaced(message, fields)))
-    return transfer
+    return Transfer(channel, transcript)
