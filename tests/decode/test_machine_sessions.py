@@ -133,7 +133,7 @@ def test_a_scale_plane_is_refused_as_not_built(d: Harness) -> None:
         ({"shards": [layout_pb2.Shard(layer_start=1)]}, "shards[0].layer_start"),
         ({"shards": [layout_pb2.Shard(layer_count=1)]}, "shards[0].layer_count"),
         ({"shards": [layout_pb2.Shard(head_start=1)]}, "shards[0].head_start"),
-        ({"shards": [layout_pb2.Shard(head_count=1)]}, "shards[0].head_count"),
+        ({"shards": [layout_pb2.Shard(head_count=3)]}, "shards[0].head_count"),
         ({"hash_algorithm": "md5"}, "hash_algorithm"),
     ],
 )
