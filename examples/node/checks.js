@@ -33,13 +33,14 @@ function samplingErrors(s) {
   const limits = [
     ['max_tokens', s.max_tokens >= 1, 'must be at least 1'],
     ['min_tokens', minFine, 'must be between 0 and max_tokens'],
-    ['temperature', s.temperature >= 0 && s.temperature <= 100, 'must be a number between 0 and 100'],
+    ['temperature', s.temperature >= 0 && s.temperature <= 100, 'must be between 0 and 100'],
     ['top_p', s.top_p > 0 && s.top_p <= 1, 'must be above 0 and at most 1'],
     ['top_k', s.top_k >= 0, 'must be 0 (off) or positive'],
     ['stop', stopsFine, 'at most 16 strings, each of 1 to 256 characters'],
     ['stop_token_ids', s.stop_token_ids.length <= 64, 'at most 64 ids'],
   ];
-  return limits.filter(([, fine]) => !fine).map(([name, , limit]) => wrong(`sampling.${name}`, limit));
+  const missed = limits.filter(([, fine]) => !fine);
+  return missed.map(([name, , limit]) => wrong(`sampling.${name}`, limit));
 }
 
 /** Reserved fields are refused by name, never ignored. */
@@ -98,28 +99,28 @@ function difference(path, ours, theirs) {
   const list = Array.isArray(ours);
   if (list && ours.length !== theirs.length) return mismatch(path, ours.length, theirs.length);
   for (const name of Object.keys(ours)) {
-    const found = difference(list ? `${path}[${name}]` : `${path}.${name}`, ours[name], theirs[name]);
+    const field = list ? `${path}[${name}]` : `${path}.${name}`;
+    const found = difference(field, ours[name], theirs[name]);
     if (found) return found;
   }
   return null;
 }
 
-/** Transports, hash algorithm and shards that P has. */
+/** P's transports, hash algorithm and number of shards. */
 function checkMeans({ hash_algorithm: hash, transports, shards }) {
   if (hash && hash !== HASH_ALGORITHM) throw mismatch('hash_algorithm', HASH_ALGORITHM, hash);
   if (transports.length && !transports.some((transport) => transport <= INLINE)) {
     throw mismatch('transports', 'TRANSPORT_INLINE', transports.map(transportName).join(', '));
   }
   if (shards.length > 1) throw mismatch('shards', 1, shards.length);
-  const split = shards.map(splitField).find(Boolean);
-  if (split) throw mismatch(`shards[0].${split.field}`, split.most, split.value);
 }
 
 /** The rank or size by which a shard is one of several; undefined when it is the only one. */
 function splitField(shard) {
   const ranks = Object.entries(shard).filter(([field]) => /^[tpcd]p_(rank|size)$/.test(field));
-  const limits = ranks.map(([field, value]) => ({ field, value, most: field.endsWith('size') ? 1 : 0 }));
-  return limits.find(({ value, most }) => value > most);
+  const most = (field) => (field.endsWith('size') ? 1 : 0);
+  const [field, value] = ranks.find(([name, number]) => number > most(name)) ?? [];
+  return field && { field, value, most: most(field) };
 }
 
 /** The checks of one D: `me` is its instance, `model` what it runs, `maxModelLen` in tokens. */
@@ -132,7 +133,8 @@ class Checks {
   name(meant) {
     const here = this.me.name;
     if (!meant || meant === here) return;
-    throw new Fault('WRONG_INSTANCE', `this is ${here}, not ${meant}`, { metadata: { meant, here } });
+    const text = `this is ${here}, not ${meant}`;
+    throw new Fault('WRONG_INSTANCE', text, { metadata: { meant, here } });
   }
 
   /** A ref's key. One of another process of this D is refused; 0 is any, where that is allowed. */
@@ -163,6 +165,17 @@ class Checks {
     const faults = hello.layouts.map((layout) => this.layoutFault(layout));
     if (faults.every(Boolean)) throw faults[0];
     checkMeans(hello);
+    hello.shards.forEach((shard) => this.shard(shard));
+  }
+
+  /** P's only shard holds every layer and head, whether it counts them or not. */
+  shard(shard) {
+    const { layers, planes: [{ heads }] } = this.model.layout.groups[0];
+    const whole = { layer_start: 0, layer_count: layers, head_start: 0, head_count: heads };
+    const split = splitField(shard);
+    if (split) throw mismatch(`shards[0].${split.field}`, split.most, split.value);
+    const part = Object.keys(whole).find((field) => ![0, whole[field]].includes(shard[field]));
+    if (part) throw mismatch(`shards[0].${part}`, whole[part], shard[part]);
   }
 
   layoutFault(layout) {
@@ -177,7 +190,9 @@ class Checks {
     errors.push(...nameErrors(request.request_id, 'request_id'));
     if (request.prompt_tokens < 1) errors.push(wrong('prompt_tokens', 'must be at least 1'));
     if (request.max_new_tokens < 1) errors.push(wrong('max_new_tokens', 'must be at least 1'));
-    if (request.prompt_digest.length !== 32) errors.push(wrong('prompt_digest', 'must have 32 bytes'));
+    if (request.prompt_digest.length !== 32) {
+      errors.push(wrong('prompt_digest', 'must have 32 bytes'));
+    }
     if (errors.length) throw badRequest(...errors);
     const { prompt_tokens: prompt, max_new_tokens: output } = request;
     this.length(prompt, output, 'prompt_tokens', request.kv_needed);
@@ -209,7 +224,8 @@ class Checks {
   tokenErrors(ids, field) {
     const { vocab } = this.model, at = ids.findIndex((id) => id >= vocab);
     if (at < 0) return [];
-    return [wrong(`${field}[${at}]`, `${ids[at]} is outside the vocabulary; ids are below ${vocab}`)];
+    const limit = `${ids[at]} is outside the vocabulary; ids are below ${vocab}`;
+    return [wrong(`${field}[${at}]`, limit)];
   }
 
   /** Prompt and output must fit the model, and an empty pool where their KV is needed here. */
@@ -237,7 +253,8 @@ class Checks {
     } else if (!kvNeeded && !finish) {
       errors.push(wrong('tokens[0].finish_reason', 'must be set when kv_needed was false'));
     }
-    errors.push(...this.tokenErrors([id], 'tokens[0].token_id'));
+    const { vocab } = this.model;
+    if (id >= vocab) errors.push(wrong('tokens[0].token_id', `ids are below ${vocab}`));
     if (errors.length) throw badRequest(...errors);
   }
 
@@ -248,7 +265,9 @@ class Checks {
     if (errors.length) throw badRequest(...errors);
     if (open.transport > INLINE) throw feature(transportName(open.transport));
     if (splitField(open.sender ?? {})) throw feature('open.sender');
-    if (open.shard_index) throw badRequest(wrong('open.shard_index', 'must be 0: there is one shard'));
+    if (open.shard_index) {
+      throw badRequest(wrong('open.shard_index', 'must be 0: there is one shard'));
+    }
     return key;
   }
 

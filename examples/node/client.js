@@ -19,8 +19,9 @@ const answer = router.Generate(
 answer.on('data', (part) => process.stdout.write(part.text));
 answer.on('error', (error) => {
   const [details] = error.metadata.get('grpc-status-details-bin');
-  const info = details && errorInfo(definitions, definitions['google.rpc.Status'].deserialize(details));
-  console.error(`${grpc.status[error.code]} ${info?.reason ?? 'from the transport'}: ${error.details}`);
+  const status = details && definitions['google.rpc.Status'].deserialize(details);
+  const reason = (status && errorInfo(definitions, status)?.reason) ?? 'of the transport';
+  console.error(`${grpc.status[error.code]} ${reason}: ${error.details}`);
   process.exitCode = 1;
 });
 answer.on('status', ({ code }) => {

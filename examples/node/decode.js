@@ -1,7 +1,7 @@
 'use strict';
-// A decode instance (D) of pd_grpc.v1: it takes KV from any prefill instance (P) into a pool of plain
-// Buffers, and answers from what it holds. This file is the whole conversation; beside it `sim.js` is
-// the engine, `checks.js` what is refused beforehand, `faults.js` the status table.
+// A decode instance (D) of pd_grpc.v1: it takes KV from any prefill instance (P) into a pool of
+// plain Buffers, and answers from what it holds. This file is the whole conversation; beside it
+// `sim.js` is the engine, `checks.js` what is refused beforehand, `faults.js` the status table.
 //
 // JavaScript does one thing at a time, so that plain maps need no locks, and a check and the act it
 // allows are one step. Control and bulk have a port each and share this one thread; a D for real KV
@@ -16,16 +16,29 @@ const { Code, Fault, badRequest, speak, stageDeadline, wrong, wrongState } = req
 const { GOOGLEAPIS, loadProtos } = require('./protos');
 const { EOS, SimModel, StopRule, crc32c } = require('./sim');
 
-// --- settings: --lease-ms is conf.leaseMs, and so on ----------------------------------------------
+// --- settings: --lease-ms is conf.leaseMs, and so on ---------------------------------------------
 
 const NORMAL = {
   name: '', host: '127.0.0.1', port: 0, bulkPort: 0, include: GOOGLEAPIS,
-  blockSize: 16, numBlocks: 256, maxModelLen: 1 << 20, vocab: 32000, layers: 4, heads: 2, headDim: 8,
+  blockSize: 16, numBlocks: 256, maxModelLen: 1 << 20,
+  vocab: 32000, layers: 4, heads: 2, headDim: 8,
   leaseMs: 15000, graceMs: 1000, heartbeatMs: 5000, kvProgressMs: 10000, firstTokenMs: 30000,
   attachMs: 10000, tombstoneMs: 60000, budgetMs: 300000, drainMs: 30000,
   windowBytes: 8 << 20, allocateQueue: 1024,
 };
-const conf = readSettings();
+// The least and the greatest of those that are not any whole number.
+const BOUNDS = {
+  port: [0, 65535], bulkPort: [0, 65535], blockSize: [1, 1024], numBlocks: [1, 1 << 24],
+  maxModelLen: [2, 1 << 20], vocab: [260, 2 ** 32], layers: [1, 1024], heads: [1, 1024],
+  headDim: [1, 1024], leaseMs: [1, 1e9], heartbeatMs: [1, 1e9], kvProgressMs: [1, 1e9],
+};
+let conf;
+try {
+  conf = readSettings();
+} catch (error) {
+  console.error(`decode.js: ${error.message}`);
+  process.exit(2);
+}
 
 const HOP_MARGIN_MS = 100; // every hop answers so long before its caller's own timer fires
 const FAREWELL_MS = 500; // for the last statuses to leave
@@ -40,20 +53,21 @@ function readSettings() {
   const { values } = parseArgs({ options: Object.fromEntries(flags) });
   const settings = { ...NORMAL };
   for (const [name, normal] of Object.entries(NORMAL)) {
-    const given = values[flag(name)];
+    const given = values[flag(name)], [least, most] = BOUNDS[name] ?? [0, 1e9];
     if (given === undefined) continue;
     settings[name] = typeof normal === 'number' ? Number(given) : given;
-    if (typeof normal === 'number' && !/^\d{1,15}$/.test(given)) {
-      throw new RangeError(`--${flag(name)}: must be a whole number, not ${given}`);
+    if (typeof normal !== 'number') continue;
+    if (!/^\d+$/.test(given) || settings[name] < least || settings[name] > most) {
+      throw new RangeError(`--${flag(name)}: must be between ${least} and ${most}, not ${given}`);
     }
   }
   if (settings.heads * settings.headDim < 16) {
-    throw new RangeError('--head-dim: heads * head-dim must be at least 16');
+    throw new RangeError('--head-dim: heads times head-dim must be at least 16');
   }
   return settings;
 }
 
-// --- what everything below shares -----------------------------------------------------------------
+// --- what everything below shares ----------------------------------------------------------------
 
 const { definitions, services } = loadProtos(conf.include);
 speak(definitions);
@@ -135,7 +149,7 @@ function timer(ms, then) {
 
 const stopTimer = (handle) => clearTimeout(handle?.id);
 
-/** What goes out on a stream, one message at a time, so that what waits may be joined or dropped. */
+/** What goes out on a stream: one message at a time, so that those that wait may be joined. */
 class Outbox {
   constructor(call, { written = () => {}, patienceMs = Infinity, impatient } = {}) {
     Object.assign(this, { call, written, patienceMs, impatient, waiting: [], ended: false });
@@ -187,7 +201,7 @@ class Outbox {
   }
 }
 
-// --- transfers: how each begins, moves and ends ---------------------------------------------------
+// --- transfers: how each begins, moves and ends --------------------------------------------------
 
 /** A new transfer. It supersedes an older attempt, and is refused when there is a newer one. */
 function create(key, budgetMs) {
@@ -286,8 +300,9 @@ function end(t, state, fault, { finish, tellPrefill = true, kept = null } = {}) 
 }
 
 function bury(t, fault, kept) {
-  const { id, attempt, grantId, state } = t;
-  const stone = { id, attempt, grantId, state, fault, kept, ended: now(), info: describe(t) };
+  const { id, attempt, grantId, state, created } = t;
+  const info = { ...describe(t), blocks: 0 };
+  const stone = { id, attempt, grantId, state, fault, kept, created, ended: now(), info };
   tombstones.set(t.key, stone);
   endedAttempts.set(id, Math.max(attempt, endedAttempts.get(id) ?? 0));
   if (t.verified) {
@@ -329,7 +344,8 @@ function forget(t) {
 
 function tellEnd(t, fault) {
   const session = t.prefill && sessionOfOwner(t.prefill.owner);
-  session?.send({ transfer_ended: { ref: refOf(t), status: fault?.status(), state: State[t.state] } });
+  const ended = { ref: refOf(t), status: fault?.status(), state: State[t.state] };
+  session?.send({ transfer_ended: ended });
 }
 
 const refOf = (t) => ({ transfer_id: t.id, attempt: t.attempt, decode_epoch: me.epoch });
@@ -370,7 +386,7 @@ function grantWaiting() {
   }
 }
 
-// --- DecodeService.Session: which P lives ---------------------------------------------------------
+// --- DecodeService.Session: which P lives --------------------------------------------------------
 
 const sessions = new Map(); // by session_id
 const newestEpochs = new Map(); // P's name -> the greatest epoch seen, latest last
@@ -388,7 +404,9 @@ function sessionOf(id) {
   return session;
 }
 
-const noSession = () => new Fault('NO_SESSION', 'the session is unknown or superseded: open a new one');
+function noSession() {
+  return new Fault('NO_SESSION', 'the session is unknown or superseded: open a new one');
+}
 
 class Session {
   constructor(call) {
@@ -560,7 +578,7 @@ function serveSession(call) {
   });
 }
 
-// --- DecodeService: Allocate, SendFirstToken, Release ---------------------------------------------
+// --- DecodeService: Allocate, SendFirstToken, Release --------------------------------------------
 
 /** Grant, join, queue or refuse; `answer` hears what comes of it. */
 function allocate(request, answer, call) {
@@ -692,7 +710,7 @@ function release(request, answer) {
   return answer({ state: State[t.state] });
 }
 
-// --- the hand-off: KV, first token and client, in whatever order they come ------------------------
+// --- the hand-off: KV, first token and client, in whatever order they come -----------------------
 
 function kvCompleted(t) {
   t.kvComplete = true;
@@ -752,7 +770,7 @@ function tryHandOff(t) {
   run(t);
 }
 
-// --- the engine: a token for each that runs, then whatever else waits -----------------------------
+// --- the engine: a token for each that runs, then whatever else waits ----------------------------
 
 let stepping = false;
 
@@ -782,7 +800,7 @@ function prefillHere(t) {
   move(t, 'DECODING');
 }
 
-// --- TransferService: KV in, acknowledgements out -------------------------------------------------
+// --- TransferService: KV in, acknowledgements out ------------------------------------------------
 
 const heldStreams = new Set(); // whose grant this shard has not heard of yet
 
@@ -969,7 +987,7 @@ function completeStream(stream, { chunks, bytes }) {
   kvCompleted(t);
 }
 
-// --- InferenceService -----------------------------------------------------------------------------
+// --- InferenceService ----------------------------------------------------------------------------
 
 /** A client's leg, and the tokens on their way to it: as many in a message as wait. */
 class Client {
@@ -1009,7 +1027,8 @@ function serveGenerate(call) {
   const begin = () => {
     if (request === UNREADABLE) throw badRequest(wrong('message', 'is no protobuf'));
     const client = new Client(call, check.generate(request), budget);
-    const t = request.handoff ? attachClient(request, client, budget) : beginLocal(request, client, budget);
+    const serve = request.handoff ? attachClient : beginLocal;
+    const t = serve(request, client, budget);
     call.on('cancelled', () => clientLeft(client, t));
   };
   caught(begin, (fault) => call.emit('error', fault.error(fault.clientCode)));
@@ -1058,7 +1077,8 @@ function answerLate(key, { fault, kept }, client) {
 /** Aggregated: D prefills the request itself, in the same queue for blocks as everyone. */
 function beginLocal(request, client, budget) {
   if (draining) throw drainFault();
-  const requestId = request.request_id, needed = model.blocksFor(client.prompt.length + client.sampling.max_tokens);
+  const requestId = request.request_id;
+  const needed = model.blocksFor(client.prompt.length + client.sampling.max_tokens);
   if (localRequests.has(requestId)) {
     throw new Fault('DUPLICATE_REQUEST', `request ${requestId} is in flight`);
   }
@@ -1088,7 +1108,7 @@ function getModelInfo(request, answer) {
   });
 }
 
-// --- AdminService: what a router asks, and the drain ----------------------------------------------
+// --- AdminService: what a router asks, and the drain ---------------------------------------------
 
 function describe(t) {
   const { prefill, client } = t;
@@ -1105,7 +1125,10 @@ function getTransfer({ transfer_id: id, attempt }, answer) {
   const key = check.ref(ref, 'transfer', true);
   const live = byKey.get(key), stone = tombstones.get(key);
   if (live) return answer({ transfer: describe(live) });
-  if (stone) return answer({ transfer: { ...stone.info, last_error: stone.fault?.status() } });
+  if (stone) {
+    const ages = { age: duration(now() - stone.created), state_age: duration(now() - stone.ended) };
+    return answer({ transfer: { ...stone.info, ...ages, last_error: stone.fault?.status() } });
+  }
   throw new Fault('UNKNOWN_TRANSFER', `no transfer ${id} is known here`);
 }
 
@@ -1177,24 +1200,31 @@ function leave() {
     session.send({ goodbye: { reason: 'this decode instance stops' } });
     session.outbox.end();
   }
-  const closed = [control, bulk].map((server) => new Promise((done) => { server.tryShutdown(done); }));
+  const closed = [control, bulk].map((server) => {
+    return new Promise((done) => { server.tryShutdown(done); });
+  });
   setTimeout(() => process.exit(0), FAREWELL_MS).unref();
   Promise.all(closed).then(() => process.exit(0));
 }
 
-// --- serving --------------------------------------------------------------------------------------
+// --- serving -------------------------------------------------------------------------------------
 
-/** Do something, and hand its Fault to `refuse`; anything else is a defect, and is not hidden. */
+/** Do something, and hand its Fault to `refuse`.
+ *
+ * Anything else that is thrown is a defect of this program: it is written to stderr, and fails this
+ * call alone.
+ */
 function caught(work, refuse) {
   try {
     work();
   } catch (error) {
-    if (!(error instanceof Fault)) throw error;
-    refuse(error);
+    if (error instanceof Fault) return refuse(error);
+    console.error(error);
+    return refuse(new Fault('ENGINE_ERROR', `a defect of this decode instance: ${error.message}`));
   }
 }
 
-/** A unary method: `handle` gives `answer` a message or a Fault, now or later, or throws a Fault. */
+/** A unary method: `handle` gives `answer` a message or a Fault, now or later, or throws one. */
 function unary(handle) {
   return (call, callback) => {
     const answer = (result) => {
@@ -1274,4 +1304,7 @@ async function main() {
   console.log(JSON.stringify(ready));
 }
 
-main();
+main().catch((error) => {
+  console.error(`decode.js: ${error.message}`);
+  process.exit(1);
+});

@@ -61,7 +61,8 @@ class Fault extends Error {
     super(cut(message, MESSAGE_BYTES));
     this.reason = reason;
     this.code = code ?? STATUS_TABLE[reason][0];
-    this.details = [any('ErrorInfo', { domain: 'pd_grpc', reason, metadata: texts({ ...metadata, ...quota }) })];
+    const info = { domain: 'pd_grpc', reason, metadata: texts({ ...metadata, ...quota }) };
+    this.details = [any('ErrorInfo', info)];
     if (fields.length) this.details.push(any('BadRequest', { field_violations: fields }));
     if (quota) {
       const description = `${quota.blocks_needed} blocks needed, ${quota.blocks_free} free`;
@@ -75,8 +76,8 @@ class Fault extends Error {
     const reason = errorInfo(definitions, { details })?.reason;
     const known = code in Code ? code : Code.UNKNOWN;
     if (!(reason in STATUS_TABLE)) {
-      const metadata = { cause: Code[known] };
-      return new Fault('PREFILL_LOST', `the prefill gave up: ${Code[known]}: ${message}`, { metadata });
+      const text = `the prefill gave up: ${Code[known]}: ${message}`;
+      return new Fault('PREFILL_LOST', text, { metadata: { cause: Code[known] } });
     }
     return Object.assign(new Fault(reason, message, { code: known }), { details });
   }
@@ -107,8 +108,8 @@ function any(name, message) {
 }
 
 function texts(values) {
-  const pairs = Object.entries(values).map(([key, value]) => [key, cut(String(value), VALUE_BYTES)]);
-  return Object.fromEntries(pairs);
+  const short = ([key, value]) => [key, cut(String(value), VALUE_BYTES)];
+  return Object.fromEntries(Object.entries(values).map(short));
 }
 
 /** The first `size` bytes of a text, in whole characters. */

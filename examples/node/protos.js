@@ -9,7 +9,8 @@ const OURS = path.join(__dirname, '../../protos');
 // Where google/rpc/*.proto are; `make venv` lays them there.
 const GOOGLEAPIS = path.join(__dirname, '../../.venv/googleapis');
 
-const FILES = ['admin', 'decode', 'inference', 'transfer'].map((name) => `pd_grpc/v1/${name}.proto`);
+const NAMES = ['admin', 'decode', 'inference', 'transfer'];
+const FILES = NAMES.map((name) => `pd_grpc/v1/${name}.proto`);
 
 /** Every message by its full name, and `services` of the package pd_grpc.v1. */
 function loadProtos(include = GOOGLEAPIS) {

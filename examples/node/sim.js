@@ -106,9 +106,9 @@ class SimModel {
 
   checksum(blocks, tokens) {
     const full = Math.floor(tokens / this.blockSize), rest = tokens % this.blockSize;
-    const crc = blocks.slice(0, full).reduce((before, block) => crc32c(this.pool[block], before), 0);
+    const whole = blocks.slice(0, full).map((block) => this.pool[block]);
     const rows = rest ? this.rowsOf(this.pool[blocks[full]], 0, rest) : [];
-    return rows.reduce((before, row) => crc32c(row, before), crc);
+    return [...whole, ...rows].reduce((before, bytes) => crc32c(bytes, before), 0);
   }
 
   tokenRows(blocks, position) {

@@ -26,7 +26,7 @@ SHORT = {
     "kv-progress-ms": 500,
     "first-token-ms": 600,
     "attach-ms": 600,
-    "tombstone-ms": 3000,
+    "tombstone-ms": 1500,
 }
 """Times that Welcome announces, so that waits are short."""
 

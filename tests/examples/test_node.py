@@ -14,7 +14,9 @@ import grpc.aio
 import pytest
 
 from pd_grpc.blocks.pool import BlockState
-from pd_grpc.conformance.decode import open_decode
+from pd_grpc.conformance.decode import DECODE_CASES, open_decode
+from pd_grpc.conformance.report import explained
+from pd_grpc.conformance.run import run_cases
 from pd_grpc.conformance.transcript import Transcript
 from pd_grpc.engine.sim import SimEngine
 from pd_grpc.engine.sim_reference import sim_answer
@@ -182,6 +184,17 @@ async def test_another_shape_of_kv_is_spoken_of_by_name() -> None:
         fault = await running.fault(prompt(20), GREEDY)
         assert fault.reason is Reason.LAYOUT_MISMATCH
         assert fault.metadata["field"] == "layout.groups[0].planes[0].head_dim"
+
+
+@pytest.mark.timeout(180)
+async def test_it_passes_every_case_of_the_kit() -> None:
+    async with (
+        node_decode(**SHORT, num_blocks=64, window_bytes=4096) as d,
+        open_decode(d.endpoint) as subject,
+    ):
+        results = await run_cases(subject, DECODE_CASES)
+    assert not [explained(result) for result in results if result.passed is False]
+    assert not [result.id for result in results if result.passed is None], "every case applies"
 
 
 async def test_a_corrupted_chunk_ends_the_transfer_and_reaches_the_client() -> None:
