@@ -61,10 +61,11 @@ class InferenceServiceServicer(object):
         A router opens both legs of a request at once, Prefill on P and Generate on D, and neither
         waits for the other. Both carry one ref, whose attempt is 1 at first, the same prompt as token
         ids and the same sampling. The D that it calls is the first of Prefill's decodes. On placing it
-        moves the client's leg to the D named there, under the same ref. A failure of one leg before
-        the hand-off cancels the other. What happens to P after handed_off changes nothing. Tokens that
-        came before a failure are given to the client before it. An instance that was restarted is met
-        under its new epoch.
+        moves the client's leg to the D named there, under the same ref. A refusal of the leg by the D
+        that P is about to leave does not end the request. A failure of one leg before the hand-off
+        cancels the other. What happens to P after handed_off changes nothing. Tokens that came before
+        a failure are given to the client before it. An instance that was restarted is met under its
+        new epoch.
 
         ALREADY_EXISTS with DUPLICATE_REQUEST while the same request_id is in flight, or of a hand-over
         with DUPLICATE_TRANSFER while the same ref has a client; the first is unharmed. On D a
