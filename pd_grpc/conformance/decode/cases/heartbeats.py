@@ -23,7 +23,7 @@ async def heartbeats_renew_grants(d: Decode) -> None:
     kept, dropped = d.request(), d.request()
     held = await p.allocate(kept)
     lost = await p.allocate(dropped, hold=False)
-    await p.told_of(dropped, "the end of a grant not listed", 2 * d.times.lease + 1)
+    await p.told_of(dropped, "the end of a grant not listed", d.times.lease + answer_s())
     ack = await p.heartbeat(held.grant_id, lost.grant_id)
     expect_equal(list(ack.unknown_grant_ids), [lost.grant_id], "unknown_grant_ids")
     leg = d.generate(kept)
@@ -63,7 +63,9 @@ async def nobody_renews_for_another(d: Decode) -> None:
     grant = await p.allocate(request, hold=False)
     other.held.add(grant.grant_id)
     await other.heartbeat(grant.grant_id)
-    await p.told_of(request, "the end of a grant that its P does not list", 2 * d.times.lease + 1)
+    await p.told_of(
+        request, "the end of a grant that its P does not list", d.times.lease + answer_s()
+    )
 
 
 @case(114, "A grant that was handed off is known while its transfer lives.")
@@ -86,7 +88,7 @@ async def both_hear_of_a_lease_that_ends(d: Decode) -> None:
     leg = d.generate(request)
     grant = await p.allocate(request, hold=False)
     await leg.shows_nothing(0.75 * d.times.lease, f"grant {grant.grant_id} alive for its lease")
-    await leg.fails(Reason.LEASE_EXPIRED, "the lease has ended", d.times.lease + 1)
+    await leg.fails(Reason.LEASE_EXPIRED, "the lease has ended", d.times.lease + answer_s())
     ended = await p.told_of(request, "the end of the grant")
     expect_equal(ended.state, types_pb2.TRANSFER_STATE_EXPIRED, "state")
     fault = read_status(ended.status)

@@ -1,6 +1,27 @@
 """Every planted fault of D, one file for each part of the conversation, as the cases are."""
 
-from tests.conformance.mutants.decode import openings, reopen, sessions, transfer
+from tests.conformance.mutants.decode import (
+    broken,
+    epochs,
+    heartbeats,
+    hello,
+    layouts,
+    openings,
+    reopen,
+    sessions,
+    transfer,
+)
 from tests.conformance.mutants.decode.registry import DECODE_MUTANTS
 
-__all__ = ["DECODE_MUTANTS", "openings", "reopen", "sessions", "transfer"]
+__all__ = [
+    "DECODE_MUTANTS",
+    "broken",
+    "epochs",
+    "heartbeats",
+    "hello",
+    "layouts",
+    "openings",
+    "reopen",
+    "sessions",
+    "transfer",
+]

@@ -1,0 +1,118 @@
+"""D13x: layouts, shards and hashes that do not fit, let in; and those that do, refused."""
+
+from __future__ import annotations
+
+import pytest
+
+from pd_grpc.decode import sessions
+from pd_grpc.decode.sessions import Sessions
+from pd_grpc.protocol.faults import Fault, Reason
+from pd_grpc.protocol.layout import KvLayout
+from tests.conformance.mutants.decode.registry import DECODE_MUTANTS as mutant
+
+
+def _blind_to(patch: pytest.MonkeyPatch, *fields: str) -> None:
+    """Layouts are compared without these fields."""
+    right = KvLayout.differences
+
+    def differences(self, theirs):  # type: ignore[no-untyped-def]
+        return [d for d in right(self, theirs) if d.field.rsplit(".", 1)[-1] not in fields]
+
+    patch.setattr(KvLayout, "differences", differences)
+
+
+@mutant("D130")
+def models_are_not_compared(patch: pytest.MonkeyPatch) -> None:
+    _blind_to(patch, "model")
+
+
+@mutant("D130")
+def position_encodings_are_not_compared(patch: pytest.MonkeyPatch) -> None:
+    _blind_to(patch, "positions")
+
+
+@mutant("D131")
+def head_dims_are_not_compared(patch: pytest.MonkeyPatch) -> None:
+    _blind_to(patch, "head_dim")
+
+
+@mutant("D131")
+def ours_and_theirs_are_swapped(patch: pytest.MonkeyPatch) -> None:
+    right = sessions._mismatch
+    patch.setattr(sessions, "_mismatch", lambda field, ours, theirs: right(field, theirs, ours))
+
+
+@mutant("D132")
+def element_types_are_not_compared(patch: pytest.MonkeyPatch) -> None:
+    _blind_to(patch, "dtype")
+
+
+@mutant("D133")
+def planes_are_compared_as_far_as_they_go(patch: pytest.MonkeyPatch) -> None:
+    _blind_to(patch, "planes")
+
+
+@mutant("D133")
+def groups_are_compared_as_far_as_they_go(patch: pytest.MonkeyPatch) -> None:
+    _blind_to(patch, "groups")
+
+
+@mutant("D134")
+def packings_are_not_compared(patch: pytest.MonkeyPatch) -> None:
+    _blind_to(patch, "format")
+
+
+@mutant("D135")
+def the_best_layout_alone_counts(patch: pytest.MonkeyPatch) -> None:
+    right = Sessions._check_layouts
+    patch.setattr(Sessions, "_check_layouts", lambda self, offered: right(self, offered[:1]))
+
+
+@mutant("D136")
+def layouts_are_compared_as_written(patch: pytest.MonkeyPatch) -> None:
+    right = Sessions._layout_fault
+
+    def layout_fault(self, offered):  # type: ignore[no-untyped-def]
+        if not offered.format:
+            return sessions._mismatch("layout.format", self._offer.layout.format, "")
+        return right(self, offered)
+
+    patch.setattr(Sessions, "_layout_fault", layout_fault)
+
+
+@mutant("D137")
+def what_is_not_built_merely_differs(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(sessions, "_unbuilt", lambda theirs: None)
+
+
+@mutant("D138")
+def an_unknown_kind_is_malformed(patch: pytest.MonkeyPatch) -> None:
+    right = Sessions._layout_fault
+
+    def layout_fault(self, offered):  # type: ignore[no-untyped-def]
+        fault = right(self, offered)
+        unknown = fault is not None and fault.metadata.get("feature") == "kv_group"
+        return Fault(Reason.BAD_REQUEST, "no such kind") if unknown else fault
+
+    patch.setattr(Sessions, "_layout_fault", layout_fault)
+
+
+@mutant("D139")
+def any_hash(patch: pytest.MonkeyPatch) -> None:
+    right = sessions._check_means
+
+    def check_means(hello):  # type: ignore[no-untyped-def]
+        hello.ClearField("hash_algorithm")
+        right(hello)
+
+    patch.setattr(sessions, "_check_means", check_means)
+
+
+@mutant("D140")
+def any_shards(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(sessions, "_check_means", lambda hello: None)
+
+
+@mutant("D141")
+def a_part_is_as_good_as_the_whole(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Sessions, "_check_whole", lambda self, shard: None)
