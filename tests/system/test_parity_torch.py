@@ -99,8 +99,10 @@ def greedy(prompts: list[list[int]]) -> Asked:
 
 def seeded(prompts: list[list[int]]) -> Asked:
     """Each prompt asked for an answer drawn with a seed of its own."""
-    options = {"max_tokens": 5, "temperature": 0.9, "top_p": 0.95, "top_k": 50}
-    return [(prompt, Sampling(**options, seed=1000 + i)) for i, prompt in enumerate(prompts)]
+    return [
+        (prompt, Sampling(max_tokens=5, temperature=0.9, top_p=0.95, top_k=50, seed=1000 + i))
+        for i, prompt in enumerate(prompts)
+    ]
 
 
 async def _ask_all(running: Cluster, asked: Asked, at_once: int) -> list[Reply]:
