@@ -1,81 +1,40 @@
 'use strict';
 // A decode instance (D) of pd_grpc.v1: it takes KV from any prefill instance (P) into a pool of
 // plain Buffers, and answers from what it holds. This file is the whole conversation; beside it
-// `sim.js` is the engine, `checks.js` what is refused beforehand, `faults.js` the status table.
+// `sim.js` is the engine, `checks.js` what is refused beforehand, `faults.js` the status table,
+// `wire.js` how gRPC is used, `settings.js` the command line.
 //
 // JavaScript does one thing at a time, so that plain maps need no locks, and a check and the act it
 // allows are one step. Control and bulk have a port each and share this one thread; a D for real KV
 // gives bulk a process of its own. The comments of the protos are the rules.
 
 const crypto = require('node:crypto');
-const { parseArgs } = require('node:util');
 const grpc = require('@grpc/grpc-js');
 const { HealthImplementation } = require('grpc-health-check');
 const { Checks, legsDiffer } = require('./checks');
 const { Code, Fault, badRequest, speak, stageDeadline, wrong, wrongState } = require('./faults');
-const { GOOGLEAPIS, loadProtos } = require('./protos');
+const { loadProtos } = require('./protos');
+const { readSettings } = require('./settings');
 const { EOS, SimModel, StopRule, crc32c } = require('./sim');
+const {
+  MESSAGE_BYTES, OPTIONS, Outbox, budgetOf, caught, checkReadable, duration, lenient, listen,
+  millis, now, stopTimer, timer, unary,
+} = require('./wire');
 
-// --- settings: --lease-ms is conf.leaseMs, and so on ---------------------------------------------
-
-const NORMAL = {
-  name: '', host: '127.0.0.1', port: 0, bulkPort: 0, include: GOOGLEAPIS,
-  blockSize: 16, numBlocks: 256, maxModelLen: 1 << 20,
-  vocab: 32000, layers: 4, heads: 2, headDim: 8,
-  leaseMs: 15000, graceMs: 1000, heartbeatMs: 5000, kvProgressMs: 10000, firstTokenMs: 30000,
-  attachMs: 10000, tombstoneMs: 60000, budgetMs: 300000, drainMs: 30000,
-  windowBytes: 8 << 20, allocateQueue: 1024,
-};
-// The least and the greatest of those that are not any whole number.
-const BOUNDS = {
-  port: [0, 65535], bulkPort: [0, 65535], blockSize: [1, 1024], numBlocks: [1, 1 << 24],
-  maxModelLen: [2, 1 << 20], vocab: [260, 2 ** 32], layers: [1, 1024], heads: [1, 1024],
-  headDim: [1, 1024], leaseMs: [1, 1e9], heartbeatMs: [1, 1e9], kvProgressMs: [1, 1e9],
-};
-let conf;
-try {
-  conf = readSettings();
-} catch (error) {
-  console.error(`decode.js: ${error.message}`);
-  process.exit(2);
-}
-
-const HOP_MARGIN_MS = 100; // every hop answers so long before its caller's own timer fires
 const FAREWELL_MS = 500; // for the last statuses to leave
-const MESSAGE_BYTES = 16 << 20;
 const UNREAD_BYTES = 2 * MESSAGE_BYTES; // that may wait for a P to read them
 const MAX_ACK_RANGES = 4096, MAX_HELD_STREAMS = 4096, MAX_PREFILLS = 4096;
 const MAX_CLIENT_LEGS = 16384, MAX_TOMBSTONES = 65536;
 
-function readSettings() {
-  const flag = (name) => name.replace(/[A-Z]/g, (letter) => `-${letter.toLowerCase()}`);
-  const flags = Object.keys(NORMAL).map((name) => [flag(name), { type: 'string' }]);
-  const { values } = parseArgs({ options: Object.fromEntries(flags) });
-  const settings = { ...NORMAL };
-  for (const [name, normal] of Object.entries(NORMAL)) {
-    const given = values[flag(name)], [least, most] = BOUNDS[name] ?? [0, 1e9];
-    if (given === undefined) continue;
-    settings[name] = typeof normal === 'number' ? Number(given) : given;
-    if (typeof normal !== 'number') continue;
-    if (!/^\d+$/.test(given) || settings[name] < least || settings[name] > most) {
-      throw new RangeError(`--${flag(name)}: must be between ${least} and ${most}, not ${given}`);
-    }
-  }
-  if (settings.heads * settings.headDim < 16) {
-    throw new RangeError('--head-dim: heads times head-dim must be at least 16');
-  }
-  return settings;
-}
-
 // --- what everything below shares ----------------------------------------------------------------
 
+const conf = settings();
 const { definitions, services } = loadProtos(conf.include);
 speak(definitions);
 
-// A method whose request is no protobuf gets this instead.
-const UNREADABLE = {};
 const [FREE, RESERVED, RECEIVING, DECODING] = [1, 3, 4, 5]; // BlockState
-const INLINE = 1; // Transport
+const [SERVING, DRAINING] = [1, 3]; // Health
+const INLINE = 1, ROLE_DECODE = 2; // Transport, Role
 const State = {
   EXPECTED: 1, WAITING: 2, RESERVED: 3, RECEIVING: 4, READY: 5, DECODING: 6,
   FINISHED: 8, FAILED: 9, RELEASED: 10, EXPIRED: 11,
@@ -88,7 +47,7 @@ const Stage = {
 
 const model = new SimModel(conf);
 let free = [...model.pool.keys()]; // blocks nobody holds
-const me = { name: conf.name, epoch: mintEpoch(), role: 2 };
+const me = { name: conf.name, epoch: mintEpoch(), role: ROLE_DECODE };
 const check = new Checks(me, model, conf.maxModelLen);
 
 const transfers = new Map(); // by grant_id, which each has from its birth
@@ -104,7 +63,6 @@ const endedCounts = new Map(); // state -> transfers ended since start
 let draining = null; // {until, timer} once a drain has begun
 
 const mint = (prefix) => `${prefix}-${crypto.randomBytes(16).toString('hex')}`;
-const now = () => performance.now();
 const drainFault = () => new Fault('DRAINING', `${me.name} drains and takes nothing new`);
 
 /** No room for so many blocks, or for one more that waits for them. */
@@ -112,93 +70,17 @@ function noRoom(reason, text, needed) {
   return new Fault(reason, text, { quota: { blocks_needed: needed, blocks_free: free.length } });
 }
 
+function settings() {
+  try {
+    return readSettings();
+  } catch (error) {
+    console.error(`decode.js: ${error.message}`);
+    return process.exit(2);
+  }
+}
+
 function mintEpoch() {
   return String((BigInt(Date.now()) << 20n) | BigInt(crypto.randomInt(1 << 20)));
-}
-
-/** A Duration in ms. */
-const millis = (value) => (value ? Number(value.seconds) * 1000 + value.nanos / 1e6 : 0);
-
-function duration(ms) {
-  const nanos = Math.round(Math.max(0, ms) * 1e6);
-  return { seconds: Math.floor(nanos / 1e9), nanos: nanos % 1e9 };
-}
-
-/** What is left of a call, in ms, less this hop's margin; Infinity when it has no deadline. */
-function budgetOf(call) {
-  const left = Number(call.getDeadline()) - Date.now();
-  if (!Number.isFinite(left)) return Infinity;
-  // The wire rounds up, to 10 ms below 10 s, to 100 ms below 100 s and so on.
-  let step = 1;
-  while (left >= 1000 * step) step *= 10;
-  return Math.max(0, left - step - HOP_MARGIN_MS);
-}
-
-const LONGEST_TIMER_MS = 2 ** 31 - 1;
-
-/** Run `then` in `ms`, however long that is. */
-function timer(ms, then) {
-  const handle = {};
-  const arm = (left) => {
-    const part = Math.min(Math.max(0, left), LONGEST_TIMER_MS);
-    handle.id = setTimeout(() => (left > part ? arm(left - part) : then()), part);
-  };
-  arm(ms);
-  return handle;
-}
-
-const stopTimer = (handle) => clearTimeout(handle?.id);
-
-/** What goes out on a stream: one message at a time, so that those that wait may be joined. */
-class Outbox {
-  constructor(call, { written = () => {}, patienceMs = Infinity, impatient } = {}) {
-    Object.assign(this, { call, written, patienceMs, impatient, waiting: [], ended: false });
-  }
-
-  get last() {
-    return this.waiting.at(-1);
-  }
-
-  send(message) {
-    if (!this.ended) this.waiting.push(message);
-    this.flush();
-  }
-
-  /** End the call once what was sent before has left; the first end counts. */
-  end(error = null) {
-    if (this.ended) return;
-    Object.assign(this, { ended: true, error });
-    this.flush();
-  }
-
-  flush() {
-    if (this.busy || this.closed) return;
-    if (this.waiting.length) this.write(this.waiting.shift());
-    else if (this.ended) this.hangUp();
-  }
-
-  write(message) {
-    this.busy = true;
-    if (this.impatient) this.patience = timer(this.patienceMs, this.impatient);
-    this.call.write(message, () => {
-      stopTimer(this.patience);
-      this.busy = false;
-      this.written(message);
-      this.flush();
-    });
-  }
-
-  hangUp() {
-    this.closed = true;
-    if (this.error) this.call.emit('error', this.error);
-    else this.call.end();
-  }
-
-  /** The reader has left. */
-  close() {
-    stopTimer(this.patience);
-    Object.assign(this, { ended: true, closed: true, waiting: [] });
-  }
 }
 
 // --- transfers: how each begins, moves and ends --------------------------------------------------
@@ -439,7 +321,7 @@ class Session {
 
   receive(message) {
     const kind = message.message;
-    if (message === UNREADABLE) throw badRequest(wrong('message', 'is no protobuf'));
+    checkReadable(message);
     if (!this.owner && kind !== 'hello') throw wrongState('hello must come first', 'session');
     if (this.owner && kind === 'hello') throw wrongState('hello came twice', 'session');
     if (kind === 'hello') this.hello(message.hello);
@@ -829,7 +711,7 @@ function serveTransfer(call) {
 }
 
 function receive(stream, message) {
-  if (message === UNREADABLE) throw badRequest(wrong('message', 'is no protobuf'));
+  checkReadable(message);
   if (message.message === 'open') openStream(stream, message.open);
   else if (message.message === 'chunk') takeChunk(stream, message.chunk);
   else if (message.message === 'end') completeStream(stream, message.end);
@@ -1025,7 +907,7 @@ function serveGenerate(call) {
   const left = budgetOf(call), budget = left === Infinity ? conf.budgetMs : left;
   const { request } = call;
   const begin = () => {
-    if (request === UNREADABLE) throw badRequest(wrong('message', 'is no protobuf'));
+    checkReadable(request);
     const client = new Client(call, check.generate(request), budget);
     const serve = request.handoff ? attachClient : beginLocal;
     const t = serve(request, client, budget);
@@ -1145,7 +1027,7 @@ function getServerInfo(request, answer) {
   const held = [...blocks].filter(([, number]) => number);
   const server = {
     instance: me, endpoint: me.control, model: 'sim', uptime: duration(now()),
-    health: draining ? 3 : 1, health_reason: draining ? 'draining' : '',
+    health: draining ? DRAINING : SERVING, health_reason: draining ? 'draining' : '',
     blocks: held.map(([state, number]) => ({ state, blocks: number })),
     transfers: counted(states), ended: counted(endedCounts),
   };
@@ -1209,55 +1091,6 @@ function leave() {
 
 // --- serving -------------------------------------------------------------------------------------
 
-/** Do something, and hand its Fault to `refuse`.
- *
- * Anything else that is thrown is a defect of this program: it is written to stderr, and fails this
- * call alone.
- */
-function caught(work, refuse) {
-  try {
-    work();
-  } catch (error) {
-    if (error instanceof Fault) return refuse(error);
-    console.error(error);
-    return refuse(new Fault('ENGINE_ERROR', `a defect of this decode instance: ${error.message}`));
-  }
-}
-
-/** A unary method: `handle` gives `answer` a message or a Fault, now or later, or throws one. */
-function unary(handle) {
-  return (call, callback) => {
-    const answer = (result) => {
-      if (result instanceof Fault) callback(result.error());
-      else callback(null, result);
-    };
-    const work = () => {
-      if (call.request === UNREADABLE) throw badRequest(wrong('message', 'is no protobuf'));
-      handle(call.request, answer, call);
-    };
-    caught(work, answer);
-  };
-}
-
-/** A service whose unreadable requests reach their handlers, which know what to answer. */
-function lenient(service) {
-  const readOr = (method) => (bytes) => {
-    try {
-      return method.requestDeserialize(bytes);
-    } catch {
-      return UNREADABLE;
-    }
-  };
-  const methods = Object.entries(service).map(([name, method]) => {
-    return [name, { ...method, requestDeserialize: readOr(method) }];
-  });
-  return Object.fromEntries(methods);
-}
-
-const OPTIONS = {
-  'grpc.max_receive_message_length': MESSAGE_BYTES,
-  'grpc.max_send_message_length': MESSAGE_BYTES,
-};
 const control = new grpc.Server(OPTIONS), bulk = new grpc.Server(OPTIONS);
 const health = new HealthImplementation({ '': 'SERVING' });
 
@@ -1282,21 +1115,10 @@ function addServices() {
   bulk.addService(lenient(services.TransferService.service), { Transfer: serveTransfer });
 }
 
-/** Listen; returns host:port. */
-function listen(server, port) {
-  return new Promise((resolve, reject) => {
-    const credentials = grpc.ServerCredentials.createInsecure();
-    server.bindAsync(`${conf.host}:${port}`, credentials, (error, bound) => {
-      if (error) reject(error);
-      else resolve(`${conf.host}:${bound}`);
-    });
-  });
-}
-
 async function main() {
   addServices();
-  me.bulk = await listen(bulk, conf.bulkPort);
-  me.control = await listen(control, conf.port);
+  me.bulk = await listen(bulk, conf.host, conf.bulkPort);
+  me.control = await listen(control, conf.host, conf.port);
   me.name ||= `decode-${me.control.split(':').at(-1)}`;
   setReady(true);
   for (const signal of ['SIGTERM', 'SIGINT']) process.on(signal, leave);
