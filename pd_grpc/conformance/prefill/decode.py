@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import grpc.aio
@@ -104,11 +105,10 @@ class Decode:
         """Listen: one port for control, one for each shard."""
         for index, shard in enumerate(self.shards):
             service = ShardService(index, self.kv, self.streams, self.find)
-            add = transfer_pb2_grpc.add_TransferServiceServicer_to_server
-            shard.endpoint = await self._serve(host, lambda to, s=service: add(s, to))  # type: ignore[misc]
-        control = _Control(self)
-        add_control = decode_pb2_grpc.add_DecodeServiceServicer_to_server
-        self.endpoint = await self._serve(host, lambda to: add_control(control, to))
+            add_shard = partial(transfer_pb2_grpc.add_TransferServiceServicer_to_server, service)
+            shard.endpoint = await self._serve(host, add_shard)
+        add_control = partial(decode_pb2_grpc.add_DecodeServiceServicer_to_server, _Control(self))
+        self.endpoint = await self._serve(host, add_control)
 
     async def _serve(self, host: str, add: Callable[[Any], None]) -> str:
         server = grpc.aio.server(options=SERVER_OPTIONS)

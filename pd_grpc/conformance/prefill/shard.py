@@ -28,7 +28,6 @@ class Steps:
         """`hold` keeps D from verifying and so from acknowledging; chunks are read all the same."""
         self.end: Step[transfer_pb2.TransferEnd] = Step("Transfer", transcript)
         self.window_bytes = WINDOW_BYTES
-        self.opened_answer = self.open.answer
 
     def go(self) -> None:
         """Let everything pass."""
@@ -44,6 +43,9 @@ class Incoming:
         self.shard = shard
         self.answered = False
         """Whether opened has been sent."""
+        self.listed: list[transfer_pb2.KvRange] = []
+        """What opened said was verified already."""
+        self.opens = 1
         self.early = False
         """Whether a chunk or end came before that."""
         self.chunks: list[transfer_pb2.KvChunk] = []
@@ -65,6 +67,8 @@ class Incoming:
                 self.excess = max(self.excess, self.bytes - self.accepted)
         elif message.HasField("end"):
             self.end = message.end
+        else:
+            self.opens += 1
 
 
 class ShardService(transfer_pb2_grpc.TransferServiceServicer):
@@ -116,7 +120,8 @@ class ShardService(transfer_pb2_grpc.TransferServiceServicer):
             verified=grant.verified(self._shard), window_bytes=self._steps.window_bytes
         )
         stream.answered = True
-        await _say(context, opened=replaced(opened, self._steps.opened_answer))
+        stream.listed = list(opened.verified)
+        await _say(context, opened=replaced(opened, self._steps.open.answer))
         while (message := await queue.get()) is not None:
             if message.HasField("chunk"):
                 await self._take(stream, grant, message.chunk, context)

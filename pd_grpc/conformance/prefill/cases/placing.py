@@ -241,7 +241,7 @@ async def a_silent_decode_delays_no_other(p: Prefill) -> None:
     silent, deaf, quick = await p.decode(), await p.decode(), await p.decode()
     silent.allocate.hold()
     deaf.hello.hold()
-    for _ in range(40):
+    for _ in range(12):
         p.call(p.request(4), silent)
         p.call(p.request(4), deaf)
     await silent.allocate.came("an Allocate")
