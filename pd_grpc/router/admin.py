@@ -10,6 +10,7 @@ import grpc.aio
 
 from pd_grpc.protocol.clock import Clock
 from pd_grpc.protocol.config import RouterConfig
+from pd_grpc.protocol.faults import Fault, Reason
 from pd_grpc.protocol.messages import duration
 from pd_grpc.protocol.serving import ControlServer
 from pd_grpc.protocol.version import VERSION
@@ -77,7 +78,8 @@ class RouterAdmin:
         running = self._in_flight.find(transfer_id, attempt)
         if running is None:
             return self._in_flight.ended(transfer_id, attempt)
-        running.release(reason)
+        text = f"released by an operator: {reason}" if reason else "released by an operator"
+        running.fail(Fault(Reason.RELEASED, text))
         return running.info()
 
     def drain(self, deadline_s: float | None) -> int:

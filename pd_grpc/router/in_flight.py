@@ -27,8 +27,8 @@ class Described(Protocol):
         """How it stands."""
         ...
 
-    def release(self, reason: str) -> None:
-        """End it by hand."""
+    def fail(self, fault: Fault) -> None:
+        """End it with a fault."""
         ...
 
 

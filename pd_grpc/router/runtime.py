@@ -167,10 +167,9 @@ class RoutedCall:
                 info.next_timer_in.CopyFrom(duration(at - now))
         return info
 
-    def release(self, reason: str) -> None:
-        """End it by hand."""
-        text = f"released by an operator: {reason}" if reason else "released by an operator"
-        self._perform(self._machine.on_fault(Fault(Reason.RELEASED, text), self._now()))
+    def fail(self, fault: Fault) -> None:
+        """End it with a fault, unless it has ended."""
+        self._perform(self._machine.on_fault(fault, self._now()))
 
     # --- actions ----------------------------------------------------------------------------------
 

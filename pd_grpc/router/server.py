@@ -8,9 +8,11 @@ import logging
 from opentelemetry.sdk.trace import TracerProvider
 
 from pd_grpc.engine.base import Tokenizer
+from pd_grpc.protocol import rpc
 from pd_grpc.protocol.admin import AdminService, ChangeFeed
 from pd_grpc.protocol.clock import Clock, SystemClock
 from pd_grpc.protocol.config import RouterConfig
+from pd_grpc.protocol.faults import Fault, Reason
 from pd_grpc.protocol.refs import mint_epoch
 from pd_grpc.protocol.serving import ControlServer
 from pd_grpc.router.admin import RouterAdmin
@@ -127,6 +129,10 @@ class RouterServer:
     async def _drain(self, grace_s: float) -> None:
         idle = asyncio.create_task(self.in_flight.idle())
         await asyncio.wait([idle], timeout=grace_s)
+        for request in self.in_flight.running():
+            request.fail(Fault(Reason.DRAINING, "the router leaves"))
+        # Their clients are told; one that reads nothing holds it back no longer than that.
+        await asyncio.wait([idle], timeout=rpc.FAREWELL_S)
         idle.cancel()
         self._drained.set()
 

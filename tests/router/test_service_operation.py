@@ -11,7 +11,7 @@ import grpc.aio
 import pytest
 
 from pd_grpc.protocol.faults import Code, Fault, Reason
-from pd_grpc.protocol.messages import seconds
+from pd_grpc.protocol.messages import duration, seconds
 from pd_grpc.v1 import admin_pb2, inference_pb2, sampling_pb2, types_pb2
 from tests.router.answers import (
     GREEDY,
@@ -152,6 +152,18 @@ async def test_a_draining_router_refuses_what_is_new_and_finishes_what_runs(site
     assert (fault.code, fault.reason) == (Code.UNAVAILABLE, Reason.DRAINING)
     go_on.set()
     assert (await rest_of(running))[-1].finish_reason == types_pb2.FINISH_REASON_LENGTH
+    await asyncio.wait_for(site.router.drained(), 5)
+
+
+async def test_what_runs_when_the_drains_time_is_over_fails_with_draining(site: Site) -> None:
+    site.p.script, site.d1.script = silence, silence
+    failing = asyncio.create_task(site.fault())
+    await asyncio.wait_for(asyncio.gather(site.p.came.wait(), site.d1.came.wait()), 5)
+    answer = await site.admin.Drain(admin_pb2.DrainRequest(deadline=duration(0)))
+    assert answer.transfers == 1
+    fault = await asyncio.wait_for(failing, 5)
+    assert (fault.code, fault.reason) == (Code.UNAVAILABLE, Reason.DRAINING)
+    await asyncio.wait_for(asyncio.gather(site.p.left.wait(), site.d1.left.wait()), 5)
     await asyncio.wait_for(site.router.drained(), 5)
 
 
