@@ -7,7 +7,7 @@ from typing import Any
 from pd_grpc.conformance.calls import Stream, check_fault
 from pd_grpc.conformance.case import Broken, broken, expect_equal
 from pd_grpc.conformance.transcript import Transcript
-from pd_grpc.protocol.faults import STATUS_TABLE, Fault, Reason
+from pd_grpc.protocol.faults import STATUS_TABLE, Fault, Reason, TransportFault
 from pd_grpc.v1 import inference_pb2
 
 
@@ -57,6 +57,11 @@ class ClientLeg:
         if isinstance(fault, Fault) and fault.code is row.client:
             return check_fault(fault, reason, what, row.client)
         return check_fault(fault, reason, what)
+
+    async def outcome(self, seconds: float | None = None) -> Fault | TransportFault | None:
+        """Read to the end; the fault it is, None for OK."""
+        await self._read_on(seconds)
+        return await self.stream.outcome(seconds)
 
     async def ends(self, seconds: float | None = None) -> str:
         """Read to the end, whatever it is."""

@@ -1,0 +1,315 @@
+"""A router under test, and what a case has in hand to try it with."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import secrets
+import time
+from collections.abc import AsyncIterator
+from typing import Any
+
+import grpc.aio
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from pd_grpc.conformance.calls import answer, check_fault
+from pd_grpc.conformance.case import Broken, NotApplicable, answer_s, broken, expect, within
+from pd_grpc.conformance.decode.client import ClientLeg
+from pd_grpc.conformance.request import BUDGET_S, prompt_of, replaced
+from pd_grpc.conformance.router.instance import Instances, KitInstance
+from pd_grpc.conformance.router.routed import Routed
+from pd_grpc.conformance.transcript import Transcript
+from pd_grpc.protocol.faults import STATUS_TABLE, Fault, Reason
+from pd_grpc.protocol.rpc import read_error
+from pd_grpc.v1 import (
+    admin_pb2,
+    admin_pb2_grpc,
+    inference_pb2,
+    inference_pb2_grpc,
+    sampling_pb2,
+)
+
+INFERENCE = "pd_grpc.v1.InferenceService"
+
+LOOK_AGAIN_S = 0.01
+"""Between two tries of what tells nobody when it changes."""
+
+PROMPT_TOKENS = 12
+
+CHANNEL_OPTIONS = (
+    ("grpc.max_receive_message_length", 64 << 20),
+    ("grpc.max_send_message_length", 64 << 20),
+    ("grpc.use_local_subchannel_pool", 1),
+)
+
+
+class RouterSubject:
+    """A router, by its endpoint, with the kit's instances behind it."""
+
+    def __init__(self, endpoint: str, instances: Instances) -> None:
+        self.endpoint = endpoint
+        self.instances = instances
+        self.info = inference_pb2.GetModelInfoResponse()
+        self.drained = False
+        """A drain is for ever: what is behind the router no longer matters."""
+
+    @property
+    def patience_s(self) -> float:
+        return 10 * answer_s()
+
+    @property
+    def has_alternate(self) -> bool:
+        """Whether the router was told of a second D."""
+        other = self.instances.alternate
+        return other is not None and other.line.connections > 0
+
+    @contextlib.asynccontextmanager
+    async def case(self, case_id: str, transcript: Transcript) -> AsyncIterator[Router]:
+        """What a case has in hand. At its end both legs of every request must have ended."""
+        self.instances.follow(transcript)
+        self.instances.forget()
+        async with grpc.aio.insecure_channel(self.endpoint, options=CHANNEL_OPTIONS) as channel:
+            hand = Router(self, case_id, transcript, transcript.channel(channel))
+            try:
+                yield hand
+                await self.instances.quiet()
+            finally:
+                await hand.leave()
+                self.instances.follow(Transcript())
+                await self._undo()
+
+    async def meet(self) -> None:
+        """Wait until it routes to the kit's instances, and read what it serves. Broken."""
+        await self.routes_to(self.instances.d)
+        async with grpc.aio.insecure_channel(self.endpoint, options=CHANNEL_OPTIONS) as channel:
+            stub = inference_pb2_grpc.InferenceServiceStub(channel)
+            request = inference_pb2.GetModelInfoRequest()
+            self.info = await answer(stub.GetModelInfo(request, timeout=answer_s()), "GetModelInfo")
+
+    async def routes_to(self, *decodes: KitInstance) -> None:
+        """Wait until the router sends a request to P with exactly these Ds. Broken when it does
+        not in time."""
+        until = time.monotonic() + 2 * answer_s()
+        wanted = {d.endpoint for d in decodes}
+        seen: object = "no answer"
+        async with grpc.aio.insecure_channel(self.endpoint, options=CHANNEL_OPTIONS) as channel:
+            stub = inference_pb2_grpc.InferenceServiceStub(channel)
+            while time.monotonic() < until:
+                seen = await self._try_out(stub)
+                if seen == wanted:
+                    return
+                await asyncio.sleep(LOOK_AGAIN_S)
+        broken(f"a request routed to the kit's P with {sorted(wanted)}", seen)
+
+    async def _try_out(self, stub: Any) -> object:
+        """The Ds that one request is offered to, or why it was not routed."""
+        self.instances.forget()
+        call = stub.Generate(
+            inference_pb2.GenerateRequest(
+                token_ids=inference_pb2.TokenIds(ids=prompt_of("probe", 4, 1000)),
+                sampling=sampling_pb2.SamplingParams(max_tokens=2, temperature=0),
+            ),
+            timeout=answer_s(),
+        )
+        reading = asyncio.ensure_future(call.read())
+        asked = asyncio.ensure_future(self.instances.prefills.get())
+        await asyncio.wait((reading, asked), return_when=asyncio.FIRST_COMPLETED)
+        call.cancel()
+        why: object = "an answer"
+        try:
+            await reading
+        except grpc.aio.AioRpcError as error:
+            why = str(read_error(error))
+        except asyncio.CancelledError:
+            why = "cancelled"
+        if not asked.done():
+            asked.cancel()
+            return why
+        leg = asked.result()
+        await self.instances.quiet()
+        return {target.endpoint for target in leg.request.decodes}
+
+    async def _undo(self) -> None:
+        """Everything behind the router as it was before the case."""
+        if not self.instances.disturbed:
+            return
+        await self.instances.restore()
+        if not self.drained:
+            await self.routes_to(self.instances.d)
+        self.instances.disturbed = False
+
+
+@contextlib.asynccontextmanager
+async def open_router(endpoint: str, instances: Instances) -> AsyncIterator[RouterSubject]:
+    """Meet a router that was started with the kit's instances behind it. Broken when it does not
+    call them."""
+    subject = RouterSubject(endpoint, instances)
+    try:
+        await subject.meet()
+    except Broken as why:
+        decodes = [d.endpoint for d in instances.all if d is not instances.p]
+        command = f"pd-grpc serve router --prefill {instances.p.endpoint} "
+        command += " ".join(f"--decode {d}" for d in decodes)
+        raise Broken(f"{why}; is it started so, or alike: {command}") from None
+    yield subject
+
+
+class Router:
+    """What a case has in hand: clients of its own, and the instances behind the router."""
+
+    def __init__(
+        self, subject: RouterSubject, case_id: str, transcript: Transcript, channel: Any
+    ) -> None:
+        self.subject = subject
+        self.instances = subject.instances
+        self.p = subject.instances.p
+        self.d = subject.instances.d
+        self.transcript = transcript
+        self.inference = inference_pb2_grpc.InferenceServiceStub(channel)
+        self.admin = admin_pb2_grpc.AdminServiceStub(channel)
+        self.health = health_pb2_grpc.HealthStub(channel)
+        self.channel = channel
+        self._case = f"{case_id.lower()}-{secrets.token_hex(4)}"
+        self._numbers = 0
+        self._clients: list[ClientLeg] = []
+
+    def name(self, what: str) -> str:
+        """A name that nothing else has."""
+        self._numbers += 1
+        return f"kit-{self._case}-{what}{self._numbers}"
+
+    def prompt(self, tokens: int = PROMPT_TOKENS) -> list[int]:
+        """A prompt that nobody else has."""
+        return prompt_of(self.name("prompt"), tokens, self.subject.info.vocab_size)
+
+    def request(self, **fields: Any) -> inference_pb2.GenerateRequest:
+        """A request for eight greedy tokens after a prompt of token ids; `fields` replace what
+        they name, and `text` or `messages` the prompt."""
+        message = inference_pb2.GenerateRequest(
+            sampling=sampling_pb2.SamplingParams(max_tokens=8, temperature=0)
+        )
+        if not {"text", "messages", "token_ids"} & fields.keys():
+            message.token_ids.ids.extend(self.prompt())
+        return replaced(message, fields)
+
+    def call(
+        self, message: inference_pb2.GenerateRequest, timeout_s: float | None = BUDGET_S
+    ) -> ClientLeg:
+        """A client's call."""
+        leg = ClientLeg(self.inference.Generate(message, timeout=timeout_s), self.transcript)
+        self._clients.append(leg)
+        return leg
+
+    def ask(self, *, timeout_s: float | None = BUDGET_S, **fields: Any) -> ClientLeg:
+        """A client's call, as `request` makes it."""
+        return self.call(self.request(**fields), timeout_s)
+
+    async def routed(self, *, timeout_s: float | None = BUDGET_S, **fields: Any) -> Routed:
+        """A request whose two legs have come to the kit's instances."""
+        return await self.both_legs(self.ask(timeout_s=timeout_s, **fields))
+
+    async def both_legs(self, client: ClientLeg) -> Routed:
+        """The request of a client's call, once its two legs have come. Broken when the call ends
+        before, or they do not come."""
+        legs = asyncio.gather(self.instances.prefills.get(), self.instances.generates.get())
+        ended = asyncio.ensure_future(client.stream.wait_for_message())
+        done, _ = await within(
+            None,
+            asyncio.wait((legs, ended), return_when=asyncio.FIRST_COMPLETED),
+            "Prefill and Generate called on the kit's instances",
+        )
+        if legs not in done:
+            legs.cancel()
+            why = await client.stream.ended() if ended.result() is None else ended.result()
+            broken("Prefill and Generate called on the kit's instances", why)
+        ended.cancel()
+        return Routed(self.instances, client, *legs.result())
+
+    async def refused(
+        self,
+        reason: Reason,
+        what: str,
+        message: inference_pb2.GenerateRequest | None = None,
+        **fields: Any,
+    ) -> Fault:
+        """Ask for what must be refused before a leg is opened; returns the fault."""
+        client = self.call(message or self.request(**fields))
+        fault = await self.fails(client, reason, what)
+        self.instances.expect_no_call(what)
+        return fault
+
+    async def fails(
+        self, client: ClientLeg, reason: Reason, what: str, seconds: float | None = None
+    ) -> Fault:
+        """Read a client's call to its end, which must be a fault with the code that the table lets
+        a client see."""
+        outcome = await client.outcome(seconds)
+        return check_fault(outcome, reason, what, STATUS_TABLE[reason].client)
+
+    async def offers_alternate(self) -> KitInstance:
+        """The other D, once the router offers both to P. NotApplicable when it was not told of it,
+        or never offers more than one."""
+        other = self.instances.alternate
+        if other is None or not self.subject.has_alternate:
+            raise NotApplicable("the router was not told of a second D")
+        self.instances.set_ready(other, True)
+        try:
+            await self.subject.routes_to(self.d, other)
+        except Broken:
+            raise NotApplicable("the router offers no alternates to P") from None
+        return other
+
+    async def readiness(self, service: str = INFERENCE) -> health_pb2.HealthCheckResponse:
+        """What health says of a service."""
+        request = health_pb2.HealthCheckRequest(service=service)
+        found: health_pb2.HealthCheckResponse = await answer(
+            self.health.Check(request, timeout=answer_s()), f"health of {service!r}"
+        )
+        return found
+
+    async def turns(self, ready: bool) -> None:
+        """Broken unless the router's readiness becomes this in time."""
+        status = health_pb2.HealthCheckResponse
+        wanted = status.SERVING if ready else status.NOT_SERVING
+        until = time.monotonic() + 2 * answer_s()
+        while (seen := (await self.readiness()).status) != wanted:
+            word = "SERVING" if ready else "NOT_SERVING"
+            expect(time.monotonic() < until, f"health of {INFERENCE} {word}", seen)
+            await asyncio.sleep(LOOK_AGAIN_S)
+
+    @contextlib.asynccontextmanager
+    async def channel_with(self, options: tuple[tuple[str, int], ...]) -> AsyncIterator[Any]:
+        """A channel of its own to the router; its calls are cancelled when it is closed."""
+        endpoint = self.subject.endpoint
+        own = (*CHANNEL_OPTIONS, *options)
+        async with grpc.aio.insecure_channel(endpoint, options=own) as channel:
+            yield self.transcript.channel(channel)
+
+    async def server_info(self) -> admin_pb2.ServerInfo:
+        """What the router says of itself."""
+        request = admin_pb2.GetServerInfoRequest()
+        found: admin_pb2.GetServerInfoResponse = await answer(
+            self.admin.GetServerInfo(request, timeout=answer_s()), "GetServerInfo"
+        )
+        return found.server
+
+    async def peers(self) -> list[admin_pb2.ServerInfo]:
+        """What the router says of the instances behind it."""
+        request = admin_pb2.GetServerInfoRequest(peers=True)
+        found: admin_pb2.GetServerInfoResponse = await answer(
+            self.admin.GetServerInfo(request, timeout=answer_s()), "GetServerInfo with peers"
+        )
+        return list(found.peers)
+
+    async def listed(self, transfer_id: str) -> admin_pb2.TransferInfo | None:
+        """A request as ListTransfers has it."""
+        request = admin_pb2.ListTransfersRequest()
+        found: admin_pb2.ListTransfersResponse = await answer(
+            self.admin.ListTransfers(request, timeout=answer_s()), "ListTransfers"
+        )
+        return next((t for t in found.transfers if t.ref.transfer_id == transfer_id), None)
+
+    async def leave(self) -> None:
+        """End whatever the case left open."""
+        for client in self._clients:
+            await client.leave()
