@@ -106,8 +106,11 @@ async def start_decode(
     *,
     clock: Clock | None = None,
     tracer_provider: TracerProvider | None = None,
+    decode_service: type[DecodeService] = DecodeService,
+    inference: type[DecodeInference] = DecodeInference,
 ) -> DecodeServer:
-    """Start a D over an engine on the running loop. PortInUse when a port is taken."""
+    """Start a D over an engine on the running loop; `decode_service` and `inference` are what P
+    and clients call. PortInUse when a port is taken."""
     clock = clock or SystemClock()
     epoch = mint_epoch(clock)
     bulk = BulkServer(config, Receiver(config, engine.layout, engine.memory, epoch), clock)
@@ -130,10 +133,10 @@ async def start_decode(
     runtime.listeners.append(view.changed)
     info = model_info(engine)
     decode_pb2_grpc.add_DecodeServiceServicer_to_server(
-        DecodeService(runtime, config), control.server
+        decode_service(runtime, config), control.server
     )
     inference_pb2_grpc.add_InferenceServiceServicer_to_server(
-        DecodeInference(runtime, config, info), control.server
+        inference(runtime, config, info), control.server
     )
     admin_pb2_grpc.add_AdminServiceServicer_to_server(AdminService(view, changes), control.server)
     server = DecodeServer(

@@ -224,3 +224,7 @@ class DecodePeer:
         task = self._loop.create_task(work)
         self._calls.add(task)
         task.add_done_callback(self._calls.discard)
+
+
+PeerFactory = Callable[[str, PrefillConfig, Feed], DecodePeer]
+"""Makes what reaches the D at an endpoint; events are fed to the third."""

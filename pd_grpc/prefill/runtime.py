@@ -15,7 +15,7 @@ from pd_grpc.prefill import actions as act
 from pd_grpc.prefill import events as ev
 from pd_grpc.prefill.bulk import BulkSender
 from pd_grpc.prefill.machine import PrefillMachine
-from pd_grpc.prefill.peer import DecodePeer
+from pd_grpc.prefill.peer import DecodePeer, PeerFactory
 from pd_grpc.prefill.spans import PrefillSpans
 from pd_grpc.protocol.clock import Clock
 from pd_grpc.protocol.config import PrefillConfig
@@ -55,7 +55,9 @@ class PrefillRuntime:
         clock: Clock,
         spans: PrefillSpans,
         set_ready: Callable[[bool, str], None],
+        peers: PeerFactory = DecodePeer,
     ) -> None:
+        """`peers` makes what reaches one D."""
         self.machine = machine
         self.drained = asyncio.Event()
         self.listeners: list[Callable[[act.Changed], None]] = []
@@ -64,6 +66,7 @@ class PrefillRuntime:
         self._clock = clock
         self._spans = spans
         self._set_ready = set_ready
+        self._make_peer = peers
         self._loop = asyncio.get_running_loop()
         self._engine_thread = EngineThread()
         self._driver: Driver[ev.Event, act.Action] = Driver(
@@ -213,7 +216,7 @@ class PrefillRuntime:
     def _peer(self, endpoint: str) -> DecodePeer:
         peer = self._peers.get(endpoint)
         if peer is None:
-            peer = self._peers[endpoint] = DecodePeer(endpoint, self._config, self._hear)
+            peer = self._peers[endpoint] = self._make_peer(endpoint, self._config, self._hear)
         return peer
 
     def _hear(self, event: ev.Event) -> None:
@@ -224,7 +227,7 @@ class PrefillRuntime:
         peer = self._peers.get(release.endpoint)
         if peer is None:
             # P has nothing else to do with this D any more: a connection for this call alone.
-            peer = DecodePeer(release.endpoint, self._config, self._hear)
+            peer = self._make_peer(release.endpoint, self._config, self._hear)
             peer.release(release)
             self._close(peer)
         else:

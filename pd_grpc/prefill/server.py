@@ -14,6 +14,7 @@ from pd_grpc.engine.model_info import model_info
 from pd_grpc.prefill.admin import PrefillView
 from pd_grpc.prefill.bulk import BulkSender
 from pd_grpc.prefill.machine import PrefillMachine
+from pd_grpc.prefill.peer import DecodePeer, PeerFactory
 from pd_grpc.prefill.runtime import PrefillRuntime
 from pd_grpc.prefill.service import PrefillInference, PrefillService
 from pd_grpc.prefill.spans import PrefillSpans
@@ -106,8 +107,10 @@ async def start_prefill(
     *,
     clock: Clock | None = None,
     tracer_provider: TracerProvider | None = None,
+    peers: PeerFactory = DecodePeer,
 ) -> PrefillServer:
-    """Start a P over an engine on the running loop. PortInUse when its port is taken."""
+    """Start a P over an engine on the running loop; `peers` makes what reaches each D. PortInUse
+    when its port is taken."""
     clock = clock or SystemClock()
     control = ControlServer(config, "prefill", SERVICES)
     control.bind()
@@ -118,7 +121,7 @@ async def start_prefill(
     machine = PrefillMachine(config, instance, model_limits(engine), pool, engine.tokenizer())
     tracing = Tracing(clock, instance.name, "prefill", tracer_provider)
     runtime = PrefillRuntime(
-        machine, engine, config, clock, PrefillSpans(tracing), control.set_ready
+        machine, engine, config, clock, PrefillSpans(tracing), control.set_ready, peers
     )
     transport = InlineTransport(engine.memory, lambda endpoint: _bulk_channel(endpoint, config))
     bulk = BulkSender(engine.layout, transport, config.chunk_bytes, clock, runtime.feed_from_thread)
