@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import time
 from typing import Any
 
 from pd_grpc.conformance.calls import Stream, check_fault
@@ -51,10 +53,18 @@ class Caller:
         await self._read_on(seconds)
         return await self.stream.outcome(seconds)
 
-    async def no_hand_off(self, seconds: float, what: str) -> None:
-        """Broken when handed_off comes, or the call ends, within so long. To be used where
-        nothing else is to come."""
-        await self.stream.silent(seconds, what)
+    async def no_hand_off(self, seconds: float, why: str) -> None:
+        """Broken when handed_off comes, or the call ends, within so long."""
+        until = time.monotonic() + seconds
+        while (left := until - time.monotonic()) > 0:
+            try:
+                event = await asyncio.wait_for(self.stream.wait_for_message(), left)
+            except asyncio.TimeoutError:
+                return
+            if event is None:
+                broken(f"Prefill still open: {why}", await self.stream.ended())
+            self._note(event)
+            expect(not event.HasField("handed_off"), f"no handed_off: {why}", event)
 
     async def leave(self) -> None:
         """The caller goes."""

@@ -7,9 +7,10 @@ import contextlib
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import grpc.aio
+from google.protobuf.message import Message
 
 from pd_grpc.conformance.case import broken, within
 from pd_grpc.conformance.prefill.grant import Grant, block_ranges
@@ -31,6 +32,8 @@ from pd_grpc.v1 import (
     transfer_pb2_grpc,
     types_pb2,
 )
+
+M = TypeVar("M", bound=Message)
 
 MAX_MESSAGE_BYTES = 64 << 20
 SERVER_OPTIONS = (
@@ -92,6 +95,8 @@ class Decode:
         """Every Transfer, in order."""
         self.cached_blocks: set[int] = set()
         """Logical blocks that it claims to hold of every prompt."""
+        self.later_fields = b""
+        """Bytes of fields of a later version, which it adds to its answers."""
         self.layout = KvLayout("", "", 1, ())
         self._transcript = transcript
         self._ended: set[TransferKey] = set()
@@ -252,7 +257,7 @@ class Decode:
             attach=duration(t.attach),
             tombstone=duration(t.tombstone),
         )
-        return replaced(welcome, self.hello.answer)
+        return self._later(replaced(welcome, self.hello.answer))
 
     async def grant(self, request: decode_pb2.AllocateRequest) -> decode_pb2.AllocateResponse:
         """Serve Allocate."""
@@ -276,7 +281,7 @@ class Decode:
             blocks = range(self.layout.blocks_for(request.prompt_tokens))
             response.wanted.extend(block_ranges(set(blocks) - self.cached_blocks))
             response.shards.extend(self.shards)
-        return replaced(response, self.allocate.answer)
+        return self._later(replaced(response, self.allocate.answer))
 
     async def take_first_token(
         self, request: decode_pb2.SendFirstTokenRequest
@@ -294,7 +299,7 @@ class Decode:
         elif grant.complete:
             state = types_pb2.TRANSFER_STATE_DECODING
         answer = decode_pb2.SendFirstTokenResponse(state=state)
-        return replaced(answer, self.first_token.answer)
+        return self._later(replaced(answer, self.first_token.answer))
 
     async def take_back(self, request: decode_pb2.ReleaseRequest) -> decode_pb2.ReleaseResponse:
         """Serve Release."""
@@ -319,6 +324,10 @@ class Decode:
         if grant is None or grant.grant_id != open_.grant_id:
             raise Fault(Reason.UNKNOWN_TRANSFER, "no such grant")
         return grant
+
+    def _later(self, message: M) -> M:
+        message.MergeFromString(self.later_fields)
+        return message
 
     def _knows(self, grant_id: str) -> bool:
         return any(grant.grant_id == grant_id for grant in self.grants.values())

@@ -52,7 +52,7 @@ class Incoming:
         self.bytes = 0
         self.accepted = 0
         self.end: transfer_pb2.TransferEnd | None = None
-        self.over = False
+        self.ended = asyncio.Event()
         self.excess = 0
         """The most bytes that were unacknowledged with more than one chunk under way."""
 
@@ -102,7 +102,7 @@ class ShardService(transfer_pb2_grpc.TransferServiceServicer):
             async with refusing(context):
                 await self._serve(stream, first, queue, context)
         finally:
-            stream.over = True
+            stream.ended.set()
             reader.cancel()
 
     async def _serve(

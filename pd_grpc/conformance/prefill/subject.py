@@ -32,6 +32,7 @@ from pd_grpc.v1 import (
     layout_pb2,
     prefill_pb2,
     prefill_pb2_grpc,
+    types_pb2,
 )
 
 LOOK_AGAIN_S = 0.01
@@ -58,6 +59,8 @@ class PrefillSubject:
         self.rule = KvRule(self.layout)
         self.server = admin_pb2.ServerInfo()
         """Empty where AdminService is not served."""
+        self.left = False
+        """Set by the case after which P exits."""
         self._admin = admin_pb2_grpc.AdminServiceStub(channel)
 
     @property
@@ -91,7 +94,8 @@ class PrefillSubject:
             try:
                 yield hand
                 await hand.end_calls()
-                await self.settled()
+                if not self.left:
+                    await self.settled()
             finally:
                 await hand.leave()
 
@@ -238,6 +242,22 @@ class Prefill:
         expect(token < self.subject.info.vocab_size, "a token of the vocabulary", token)
         if self.rule.is_sim:
             expect_equal(token, self.answer(request)[0], "the first token")
+
+    async def gone(self, ref: types_pb2.TransferRef) -> None:
+        """Wait until P has ended a request. NotApplicable where its AdminService does not tell."""
+        until = time.monotonic() + answer_s()
+        request = admin_pb2.ListTransfersRequest()
+        while True:
+            try:
+                found = await self.admin.ListTransfers(request, timeout=answer_s())
+            except grpc.aio.AioRpcError as error:
+                if error.code() is grpc.StatusCode.UNIMPLEMENTED:
+                    raise NotApplicable("P's AdminService does not list its transfers") from None
+                raise
+            if all(each.ref.transfer_id != ref.transfer_id for each in found.transfers):
+                return
+            expect(time.monotonic() < until, f"{ref.transfer_id} to end on P", "it has not")
+            await asyncio.sleep(LOOK_AGAIN_S)
 
     async def end_calls(self) -> None:
         """Let every D answer, and leave every call that is still open."""

@@ -4,7 +4,30 @@ Numbers: 1xx sessions, 2xx placing and Allocate, 3xx KV, 4xx first token and han
 6xx cancellation, 7xx refusals of the request, 8xx unknown fields and limits, 9xx drain.
 """
 
-from pd_grpc.conformance.prefill.cases import allocate, handover, kv, placing, sessions
+from pd_grpc.conformance.prefill.cases import (
+    allocate,
+    cancellation,
+    drain,
+    failures,
+    handover,
+    kv,
+    limits,
+    placing,
+    refusals,
+    sessions,
+)
 from pd_grpc.conformance.prefill.cases.registry import PREFILL_CASES
 
-__all__ = ["PREFILL_CASES", "allocate", "handover", "kv", "placing", "sessions"]
+__all__ = [
+    "PREFILL_CASES",
+    "allocate",
+    "cancellation",
+    "drain",
+    "failures",
+    "handover",
+    "kv",
+    "limits",
+    "placing",
+    "refusals",
+    "sessions",
+]

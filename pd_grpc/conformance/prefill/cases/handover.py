@@ -96,8 +96,11 @@ async def a_stop_token_ends_by_stop(p: Prefill) -> None:
     expect_equal(said.finish_reason, types_pb2.FINISH_REASON_STOP, "finish_reason")
 
 
-@case(407, "A sampled token is a pure function of the logits, the seed and its position, so P, D and"
-      " an aggregated server choose alike.")
+@case(
+    407,
+    "A sampled token is a pure function of the logits, the seed and its position, so P, D and"
+    " an aggregated server choose alike.",
+)
 async def equal_seeds_choose_alike(p: Prefill) -> None:
     """The same prompt with the same seed, twice, gives the same first token; and by the sim's rule,
     where P follows it, the right one."""
@@ -119,7 +122,6 @@ async def no_hand_off_without_kv(p: Prefill) -> None:
     d = await p.decode()
     d.kv.end.hold()
     caller = p.call(p.request(), d)
-    await caller.event("progress")
     await d.first_token.came("the first token")
     await d.kv.end.came("end")
     await caller.no_hand_off(QUIET_S, "no hand-off before completed")
@@ -133,7 +135,6 @@ async def no_hand_off_without_first_token(p: Prefill) -> None:
     d = await p.decode()
     d.first_token.hold()
     caller = p.call(p.request(), d)
-    await caller.event("progress")
     await d.first_token.came("the first token")
     await d.kv.end.came("end")
     await caller.no_hand_off(QUIET_S, "no hand-off before D took the first token")
@@ -247,7 +248,6 @@ async def timings_tell_where_the_time_went(p: Prefill) -> None:
     await p.call(p.request(), d).handed_off()
     d.allocate.hold()
     caller = p.call(p.request(), d)
-    await caller.event("queued")
     await d.allocate.came("Allocate", 2)
     await caller.no_hand_off(ALLOCATE_TAKES_S, "nothing more before the grant")
     d.go()

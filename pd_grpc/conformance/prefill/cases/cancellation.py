@@ -1,0 +1,126 @@
+"""P6xx: the caller leaves, at each stage."""
+
+from __future__ import annotations
+
+from pd_grpc.conformance.case import expect, expect_equal, within
+from pd_grpc.conformance.prefill.cases.registry import PREFILL_CASES as case
+from pd_grpc.conformance.prefill.decode import Decode, Times
+from pd_grpc.conformance.prefill.shard import Incoming
+from pd_grpc.conformance.prefill.subject import Prefill
+from pd_grpc.protocol.faults import Fault, Reason, read_status
+from pd_grpc.v1 import types_pb2
+
+CANCEL = (
+    "Cancelling it leaves the queue at once, stops the compute by the next chunk and releases D"
+    " with CLIENT_GONE."
+)
+
+
+@case(601, CANCEL)
+async def in_the_queue(p: Prefill) -> None:
+    """The caller leaves while D has not answered Hello; D is never asked for that request, and the
+    next one is handed over."""
+    d = await p.decode()
+    d.hello.hold()
+    leaving, staying = p.request(), p.request()
+    caller, other = p.call(leaving, d), p.call(staying, d)
+    await caller.event("queued")
+    await other.event("queued")
+    await caller.leave()
+    await p.gone(leaving.ref)
+    d.go()
+    await other.handed_off()
+    asked = [m.ref.transfer_id for m in d.allocate.seen]
+    expect_equal(asked, [staying.transfer_id], "the Allocates")
+
+
+@case(602, CANCEL)
+async def under_allocate(p: Prefill) -> None:
+    """The caller leaves while Allocate waits: P ends that call and releases D."""
+    d = await p.decode()
+    d.allocate.hold()
+    request = p.request()
+    caller = p.call(request, d)
+    await d.allocate.came("Allocate")
+    await caller.leave()
+    await d.allocate.was_left("the end of the Allocate call")
+    await _released(d, request.ref)
+
+
+@case(603, CANCEL)
+async def while_kv_is_sent(p: Prefill) -> None:
+    """The caller leaves while D verifies no KV: P releases D and ends the Transfer."""
+    d = await p.decode()
+    d.kv.chunk.hold()
+    request = p.request()
+    caller = p.call(request, d)
+    await d.kv.chunk.came("a chunk")
+    await caller.leave()
+    await _released(d, request.ref)
+    await _over(d.streams[0])
+
+
+@case(604, CANCEL)
+async def under_the_first_token(p: Prefill) -> None:
+    """The caller leaves while D has not answered the first token: P releases D."""
+    d = await p.decode()
+    d.first_token.hold()
+    request = p.request()
+    caller = p.call(request, d)
+    await d.first_token.came("the first token")
+    await caller.leave()
+    await _released(d, request.ref)
+
+
+@case(605, CANCEL)
+async def in_the_middle_of_a_long_prompt(p: Prefill) -> None:
+    """The caller of a prompt of nearly P's whole pool leaves at the first progress: P releases D,
+    and another prompt as long is handed over."""
+    tokens = (p.total_blocks - 2) * p.block_size
+    d = await p.decode()
+    d.kv.chunk.hold()
+    request = p.request(tokens)
+    caller = p.call(request, d)
+    await caller.event("progress")
+    await caller.leave()
+    await _released(d, request.ref)
+    d.go()
+    await p.call(p.request(tokens), d).handed_off()
+
+
+@case(606, CANCEL)
+async def the_alternate_is_released(p: Prefill) -> None:
+    """The caller leaves while the alternate is asked: P releases that one."""
+    first, second = await p.decode(), await p.decode()
+    first.allocate.refuse(Fault(Reason.NO_BLOCKS, "none"))
+    second.allocate.hold()
+    request = p.request()
+    caller = p.call(request, first, second)
+    await second.allocate.came("Allocate")
+    await caller.leave()
+    await _released(second, request.ref)
+
+
+@case(607, "Every grant P holds. D renews these alone")
+async def heartbeats_forget_what_was_left(p: Prefill) -> None:
+    """After the caller has left, heartbeats list its grant no more."""
+    d = await p.decode(Times(heartbeat=0.1, lease=0.3))
+    d.kv.chunk.hold()
+    request = p.request()
+    caller = p.call(request, d)
+    grant = await d.granted(request.ref)
+    await d.session.lists([grant.grant_id], "a heartbeat that lists the grant")
+    await caller.leave()
+    await d.session.lists([], "a heartbeat that lists no grant")
+
+
+async def _released(d: Decode, ref: types_pb2.TransferRef) -> None:
+    release = await d.release.came("Release")
+    expect_equal(release.ref.transfer_id, ref.transfer_id, "ref.transfer_id of Release")
+    cause = read_status(release.cause)
+    gone = isinstance(cause, Fault) and cause.reason is Reason.CLIENT_GONE
+    expect(gone, "the cause CLIENT_GONE", str(cause))
+
+
+async def _over(stream: Incoming) -> None:
+    await within(None, stream.ended.wait(), "the end of the Transfer")

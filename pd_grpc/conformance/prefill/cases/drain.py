@@ -1,0 +1,43 @@
+"""P9xx: P drains. The last case: the subject takes nothing more after it."""
+
+from __future__ import annotations
+
+import grpc
+import grpc.aio
+
+from pd_grpc.conformance.case import NotApplicable, answer_s
+from pd_grpc.conformance.prefill.cases.registry import PREFILL_CASES as case
+from pd_grpc.conformance.prefill.subject import Prefill
+from pd_grpc.protocol.faults import Reason
+from pd_grpc.protocol.messages import duration
+from pd_grpc.v1 import admin_pb2
+
+DRAIN_S = 1.0
+
+
+@case(
+    901,
+    "Takes nothing new, finishes what runs until the deadline, then exits; what is left by then"
+    " fails with UNAVAILABLE, DRAINING.",
+)
+async def drained_by_an_operator(p: Prefill) -> None:
+    """Drain is called with two requests in flight: a third is refused with DRAINING, the first is
+    handed over, and the second, whose D grants nothing, fails with DRAINING at the deadline."""
+    d, silent = await p.decode(), await p.decode()
+    d.kv.end.hold()
+    silent.allocate.hold()
+    running, stuck = p.call(p.request(), d), p.call(p.request(), silent)
+    await d.kv.end.came("end")
+    await silent.allocate.came("Allocate")
+    request = admin_pb2.DrainRequest(deadline=duration(DRAIN_S))
+    try:
+        await p.admin.Drain(request, timeout=answer_s())
+    except grpc.aio.AioRpcError as error:
+        if error.code() is grpc.StatusCode.UNIMPLEMENTED:
+            raise NotApplicable("P serves no AdminService.Drain") from None
+        raise
+    await p.refused(p.request(), Reason.DRAINING, "P drains")
+    d.go()
+    await running.handed_off()
+    await stuck.fails(Reason.DRAINING, "the drain's deadline is over", DRAIN_S + answer_s())
+    p.subject.left = True

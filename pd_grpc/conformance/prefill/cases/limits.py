@@ -1,0 +1,117 @@
+"""P8xx: fields and values of a later version, and messages at their size limits."""
+
+from __future__ import annotations
+
+from pd_grpc.conformance.case import expect, expect_equal
+from pd_grpc.conformance.prefill.cases.registry import PREFILL_CASES as case
+from pd_grpc.conformance.prefill.grant import expect_kv
+from pd_grpc.conformance.prefill.subject import Prefill
+from pd_grpc.protocol.faults import Fault, Reason
+from pd_grpc.v1 import layout_pb2, prefill_pb2, sampling_pb2
+
+LATER_FIELD = b"\xfa\x7f\x03abc"
+"""Field 2047, a string, which no message has."""
+
+A_MILLION = 1_000_000
+
+
+@case(801, "A server ignores fields that it does not know;")
+async def unknown_fields_of_the_caller(p: Prefill) -> None:
+    """A request with fields of a later version, in it and in its ref and sampling, is handed
+    over."""
+    d = await p.decode()
+    request = p.request()
+    message = request.prefill(d.endpoint)
+    for part in (message, message.ref, message.sampling, message.decodes[0]):
+        part.MergeFromString(LATER_FIELD)
+    await p.call_with(message).handed_off()
+    p.check_first_token(request, d)
+
+
+@case(802, "A later version therefore adds only fields that may be ignored,")
+async def unknown_fields_of_d(p: Prefill) -> None:
+    """A D whose every answer has fields of a later version gets the request all the same."""
+    d = await p.decode()
+    d.later_fields = LATER_FIELD
+    request = p.request()
+    await p.call(request, d).handed_off()
+    expect_kv(await d.granted(request.ref), p.rule, request.tokens)
+
+
+@case(
+    803,
+    "with FEATURE where the value names a way to do the thing (kind of a layout's group or plane,"
+    " transport of a Transfer, direction)",
+)
+async def an_unknown_direction(p: Prefill) -> None:
+    """A direction of a later version is refused by name."""
+    scope = sampling_pb2.RequestScope.FromString(b"\x48\x4d")
+    expect_equal(int(scope.direction), 77, "the direction made")
+    fault = await p.refused(p.request(), Reason.FEATURE, "an unknown direction", scope=scope)
+    named = fault.metadata.get("feature", "")
+    expect(named.endswith("direction"), "the feature direction", named or "none")
+
+
+@case(804, "The transport chosen, one of Hello's.")
+async def a_transport_that_was_not_offered(p: Prefill) -> None:
+    """D chooses a transport that Hello did not offer, or one of a later version: P has nothing to
+    do with it, and the caller hears LAYOUT_MISMATCH."""
+    for transport in (layout_pb2.TRANSPORT_NIXL, 77):
+        d = await p.decode()
+        d.hello.answer["transport"] = transport
+        caller = p.call(p.request(), d)
+        if transport in (await d.hello.came("Hello")).transports:
+            continue
+        await caller.fails(Reason.LAYOUT_MISMATCH, "a transport that was not offered")
+        expect_equal(d.allocate.seen, [], "the Allocates")
+
+
+@case(805, "packed, up to a million.")
+async def a_million_tokens(p: Prefill) -> None:
+    """A prompt of a million tokens is taken in, or refused for the model's or the pool's size, and
+    not by the transport."""
+    d = await p.decode()
+    d.hello.hold()
+    token = p.subject.info.vocab_size - 1
+    caller = p.call(p.request(prompt=[token] * A_MILLION), d)
+    event = await caller.stream.next("queued or a refusal")
+    if event is not None:
+        expect(event.HasField("queued"), "queued as the first event", event)
+        return
+    ended = await caller.ends()
+    sizes = (Reason.BAD_REQUEST, Reason.TOO_LARGE)
+    refused = isinstance(ended, Fault) and ended.reason in sizes
+    expect(refused, "queued, or a refusal with BAD_REQUEST or TOO_LARGE", str(ended))
+
+
+@case(806, "INVALID_ARGUMENT with BAD_REQUEST or TOO_LARGE for what P could never compute;")
+async def a_prompt_larger_than_the_pool(p: Prefill) -> None:
+    """A prompt of one block more than P has is refused with needed and total; one that fills the
+    pool is handed over."""
+    blocks = p.total_blocks
+    if blocks * p.block_size >= p.subject.info.max_model_len - p.block_size:
+        await p.call(p.request(p.subject.info.max_model_len - 8), await p.decode()).handed_off()
+        return
+    request = p.request(blocks * p.block_size + 1)
+    fault = await p.refused(request, Reason.TOO_LARGE, "it could never be computed")
+    expect({"needed", "total"} <= fault.metadata.keys(), "needed and total", fault.metadata)
+    d = await p.decode()
+    whole = p.request(blocks * p.block_size)
+    await p.call(whole, d).handed_off()
+    expect_kv(await d.granted(whole.ref), p.rule, whole.tokens)
+
+
+@case(
+    807,
+    "Longest prompt plus output in tokens that D takes. 0 means that only D can tell.",
+)
+async def longer_than_d_takes(p: Prefill) -> None:
+    """Welcome says how long a prompt with its output may be: one that is just so long is handed
+    over, one with a token more fails with TOO_LARGE, whoever of P and D says so."""
+    d = await p.decode()
+    request = p.request()
+    d.hello.answer["max_model_len"] = len(request.prompt) + request.sampling.max_tokens
+    await p.call(request, d).handed_off()
+    longer = p.request(len(request.prompt) + 1)
+    d.allocate.refuse(Fault(Reason.TOO_LARGE, "longer than D takes", {"needed": "1", "total": "0"}))
+    await p.call(longer, d).fails(Reason.TOO_LARGE, "longer than D takes")
