@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -14,16 +16,41 @@ import typer
 from pd_grpc.cli.console import EXIT_FAILED, describe, refuse, say_error, stderr, stdout
 from pd_grpc.conformance.case import Broken, Case, Cases, answers_within
 from pd_grpc.conformance.decode import DECODE_CASES, open_decode
+from pd_grpc.conformance.prefill import PREFILL_CASES, open_prefill
 from pd_grpc.conformance.report import as_object, as_table, explained
 from pd_grpc.conformance.run import Result, run_cases
 from pd_grpc.protocol.endpoints import check_endpoint
 from pd_grpc.protocol.rpc import read_error
 
 
+@dataclass(frozen=True)
+class _Role:
+    """What can be judged: its cases, and how to meet a subject at an endpoint, with an address to
+    listen on where the subject has to call the kit."""
+
+    cases: Cases[Any]
+    meet: Callable[[str, str], AbstractAsyncContextManager[Any]]
+
+
+_ROLES = {
+    "decode": _Role(DECODE_CASES, lambda endpoint, listen: open_decode(endpoint)),
+    "prefill": _Role(PREFILL_CASES, open_prefill),
+}
+
+
 def conformance(
     decode: Annotated[
         str, typer.Option(metavar="H:P", help="Control endpoint of a D to judge.")
     ] = "",
+    prefill: Annotated[
+        str, typer.Option(metavar="H:P", help="Control endpoint of a P to judge.")
+    ] = "",
+    listen: Annotated[
+        str,
+        typer.Option(
+            metavar="HOST", help="Address of this machine at which the subject reaches the kit."
+        ),
+    ] = "127.0.0.1",
     json_file: Annotated[
         Path | None, typer.Option("--json", metavar="FILE", help="Write the results as JSON.")
     ] = None,
@@ -44,11 +71,11 @@ def conformance(
 
     The subject must serve nobody else meanwhile. Exits with 1 when a case fails.
     """
-    endpoint = _endpoint("--decode", decode)
-    cases = _chosen(DECODE_CASES, only or ())
+    role, endpoint = _subject({"decode": decode, "prefill": prefill})
+    cases = _chosen(_ROLES[role].cases, only or ())
     answers_within(answer_s)
     try:
-        subject, results = asyncio.run(_judge_decode(endpoint, cases))
+        subject, results = asyncio.run(_judge(role, endpoint, listen, cases))
     except Broken as why:
         say_error(f"{endpoint} cannot be judged: {why}")
         raise typer.Exit(EXIT_FAILED) from why
@@ -66,13 +93,13 @@ def conformance(
         raise typer.Exit(EXIT_FAILED)
 
 
-async def _judge_decode(
-    endpoint: str, cases: Sequence[Case[Any]]
+async def _judge(
+    role: str, endpoint: str, listen: str, cases: Sequence[Case[Any]]
 ) -> tuple[dict[str, Any], list[Result]]:
-    async with open_decode(endpoint) as subject:
+    async with _ROLES[role].meet(endpoint, listen) as subject:
         results = await run_cases(subject, cases, _tell)
         about = {
-            "role": "decode",
+            "role": role,
             "endpoint": endpoint,
             "name": subject.instance.name,
             "model": subject.info.model,
@@ -95,11 +122,17 @@ def _chosen(cases: Cases[Any], only: Sequence[str]) -> list[Case[Any]]:
     return [c for c in cases if not wanted or any(c.id.startswith(name) for name in wanted)]
 
 
-def _endpoint(option: str, value: str) -> str:
+def _subject(endpoints: dict[str, str]) -> tuple[str, str]:
+    """The one role for which an endpoint is given, and that."""
+    given = [role for role, endpoint in endpoints.items() if endpoint]
+    options = ", ".join(f"--{role}" for role in endpoints)
+    if len(given) != 1:
+        refuse(f"give exactly one of {options}")
+    (role,) = given
     try:
-        return check_endpoint(value)
+        return role, check_endpoint(endpoints[role])
     except ValueError as error:
-        refuse(f"{option} {error}")
+        refuse(f"--{role} {error}")
 
 
 def _summary(results: Sequence[Result]) -> str:

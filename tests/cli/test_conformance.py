@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.conformance.mutants.decode.sessions import welcome_without_a_session_id
-from tests.conformance.subjects import decode_server
+from tests.conformance.subjects import decode_server, prefill_server
 
 COMMAND = (sys.executable, "-m", "pd_grpc.cli.main", "conformance")
 
@@ -36,6 +36,13 @@ async def test_a_subject_that_passes(tmp_path: Path) -> None:
     assert case["rule"] in " ".join(output.split())
 
 
+async def test_a_prefill_that_passes() -> None:
+    async with prefill_server() as p:
+        code, output = await run("--prefill", p.endpoint, "--only", "P10")
+    assert code == 0, output
+    assert "9 passed, 0 failed" in output
+
+
 async def test_a_failure_is_explained_by_the_messages_exchanged(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -58,7 +65,9 @@ async def test_nobody_there() -> None:
 @pytest.mark.parametrize(
     ("arguments", "named"),
     [
-        ([], "--decode"),
+        ([], "--decode, --prefill"),
+        (["--decode", "127.0.0.1:9", "--prefill", "127.0.0.1:9"], "exactly one"),
+        (["--prefill", "nowhere"], "--prefill"),
         (["--decode", "nowhere"], "--decode"),
         (["--decode", "127.0.0.1:9", "--only", "D999"], "D999"),
     ],

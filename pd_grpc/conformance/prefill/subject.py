@@ -69,6 +69,11 @@ class PrefillSubject:
         return 6 * answer_s() + 3 * (2 * t.heartbeat + t.lease + t.grace)
 
     @property
+    def instance(self) -> types_pb2.Instance:
+        """Who P is, as far as its AdminService tells."""
+        return self.server.instance
+
+    @property
     def total_blocks(self) -> int:
         """Blocks of P's pool; 0 where P does not say."""
         return sum(count.blocks for count in self.server.blocks)

@@ -97,7 +97,7 @@ async def a_lost_allocate_is_released(p: Prefill) -> None:
 
 @case(505, RELEASES)
 async def an_allocate_out_of_time_is_released(p: Prefill) -> None:
-    """D answers no Allocate until the caller's time is over: D hears Release for that ref, and why."""
+    """D answers no Allocate until the caller's time is over: D hears Release and why."""
     d = await p.decode()
     d.allocate.hold()
     request = p.request()

@@ -7,7 +7,7 @@ from pd_grpc.conformance.prefill.cases.registry import PREFILL_CASES as case
 from pd_grpc.conformance.prefill.grant import expect_kv
 from pd_grpc.conformance.prefill.subject import Prefill
 from pd_grpc.protocol.faults import Fault, Reason
-from pd_grpc.v1 import layout_pb2, prefill_pb2, sampling_pb2
+from pd_grpc.v1 import layout_pb2, sampling_pb2
 
 LATER_FIELD = b"\xfa\x7f\x03abc"
 """Field 2047, a string, which no message has."""

@@ -224,8 +224,8 @@ async def a_greater_attempt(p: Prefill) -> None:
     " ABORTED, STALE_ATTEMPT.",
 )
 async def a_smaller_attempt(p: Prefill) -> None:
-    """Attempt 2 comes after attempt 3, while that is in flight and after its end: it is refused with
-    both attempts."""
+    """Attempt 2 comes after attempt 3, while that is in flight and after its end: it is refused, and
+    hears both attempts."""
     d = await p.decode()
     d.kv.end.hold()
     request = p.request(attempt=3)
