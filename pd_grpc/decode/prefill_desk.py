@@ -133,21 +133,19 @@ class PrefillDesk:
         body = body_of(request)
         if transfer is not None:
             self._owned(transfer, session)
+        leg = None if transfer is None else transfer.prefill
+        if leg is not None and leg.body != body:
+            text = f"{key} is in flight with another request body"
+            raise Fault(Reason.DUPLICATE_TRANSFER, text)
         closed = ledger.closed()
-        if transfer is not None and transfer.prefill is not None:
-            if transfer.prefill.body != body:
-                text = f"{key} is in flight with another request body"
-                raise Fault(Reason.DUPLICATE_TRANSFER, text)
-            if transfer.prefill.response is not None:
-                ledger.act(Answer(call, transfer.prefill.response))
-                return
-        elif closed is not None:
+        if leg is None and closed is not None:
             raise closed
-        budget = ledger.config.request_budget_s
-        if request.HasField("budget"):
-            budget = seconds(request.budget)
-        if budget <= 0:
-            raise stage_deadline("allocate")
+        budget = self._budget(request)
+        if transfer is not None and leg is not None and leg.response is not None:
+            if not transfer.handed_off:
+                ledger.narrow_budget(transfer, budget)
+            ledger.act(Answer(call, leg.response))
+            return
         if transfer is None:
             transfer = ledger.create(key, DecodeState.EXPECTED, budget)
         else:
@@ -160,6 +158,15 @@ class PrefillDesk:
                 ledger.end(transfer, DecodeState.FAILED, differ, tell_prefill=False)
                 raise differ
         self._wait_or_grant(transfer, call, seconds(request.max_wait))
+
+    def _budget(self, request: decode_pb2.AllocateRequest) -> float:
+        """What is left of the request's time, in seconds. Fault when it is over."""
+        if not request.HasField("budget"):
+            return self._ledger.config.request_budget_s
+        budget = seconds(request.budget)
+        if budget <= 0:
+            raise stage_deadline("allocate")
+        return budget
 
     def _wait_or_grant(self, transfer: Transfer, call: int, max_wait_s: float) -> None:
         ledger, leg = self._ledger, transfer.prefill

@@ -33,6 +33,18 @@ def test_the_same_body_gets_the_same_answer(d: Harness, p: Prefill) -> None:
     p.release(request)
 
 
+def test_a_replay_shortens_the_budget_and_never_lengthens_it(d: Harness, p: Prefill) -> None:
+    request = Request()
+    client = d.generate(request)
+    p.granted(request, budget_s=50.0)
+    p.allocate(request, budget_s=3.0)
+    p.allocate(request, budget_s=60.0)
+    d.advance(2.9)
+    assert client not in d.refused
+    d.advance(0.1)
+    assert d.reason(client) is Reason.STAGE_DEADLINE
+
+
 def test_a_replay_after_hand_off_gets_the_same_answer(d: Harness, p: Prefill) -> None:
     request = Request()
     client = d.generate(request)
