@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 import grpc
 import grpc.aio
 from google.protobuf.message import Message
+from google.rpc import status_pb2
 
 from pd_grpc.conformance.case import Broken, broken, expect, expect_equal, show, within
 from pd_grpc.conformance.transcript import Transcript
@@ -18,6 +19,8 @@ from pd_grpc.protocol.faults import STATUS_TABLE, Code, Fault, Reason, Transport
 from pd_grpc.protocol.rpc import read_error
 
 M = TypeVar("M", bound=Message)
+
+_DETAILS_KEY = "grpc-status-details-bin"
 
 
 async def answer(call: Awaitable[M], what: str, seconds: float | None = None) -> M:
@@ -32,11 +35,21 @@ async def refusal(
     call: Awaitable[object], reason: Reason, what: str, seconds: float | None = None
 ) -> Fault:
     """The fault of a unary call that must be refused for `reason`, with the table's code."""
+    return (await refusal_details(call, reason, what, seconds))[0]
+
+
+async def refusal_details(
+    call: Awaitable[object], reason: Reason, what: str, seconds: float | None = None
+) -> tuple[Fault, status_pb2.Status]:
+    """The same, with the status as it was sent."""
     wanted = f"{STATUS_TABLE[reason].code.name} {reason.value}: {what}"
     try:
         got = await within(seconds, call, wanted)
     except grpc.RpcError as error:
-        return check_fault(read_error(error), reason, what)
+        metadata: Any = error.trailing_metadata()
+        details = dict(metadata or ()).get(_DETAILS_KEY, b"")
+        fault = check_fault(read_error(error), reason, what)
+        return fault, status_pb2.Status.FromString(details)
     broken(wanted, got)
 
 

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 from collections.abc import AsyncIterator
 from typing import Any
 
+from pd_grpc.conformance.router.instance import Instances
 from pd_grpc.decode.server import DecodeServer, start_decode
 from pd_grpc.engine.sim import SimEngine
+from pd_grpc.engine.sim_tokenizer import SimTokenizer
 from pd_grpc.prefill.server import PrefillServer, start_prefill
-from pd_grpc.protocol.config import DecodeConfig, PrefillConfig
+from pd_grpc.protocol.config import DecodeConfig, PrefillConfig, RouterConfig
+from pd_grpc.router.server import RouterServer, start_router
 
 SHORT: dict[str, Any] = {
     "heartbeat_s": 0.3,
@@ -27,6 +31,7 @@ DECODE: dict[str, Any] = {
     "engine": "sim",
     "num_blocks": 64,
     "block_size": 16,
+    "allocate_queue": 64,
     "send_window_bytes": 4096,
     **SHORT,
 }
@@ -63,3 +68,32 @@ async def prefill_server(**settings: Any) -> AsyncIterator[PrefillServer]:
         yield server
     finally:
         await server.stop()
+
+
+@contextlib.asynccontextmanager
+async def router_server(instances: Instances, **settings: Any) -> AsyncIterator[RouterServer]:
+    """A running router with the kit's instances behind it, which leaves when it has drained."""
+    decodes = (i.endpoint for i in (instances.d, instances.alternate) if i is not None)
+    config = RouterConfig(
+        **{
+            "name": "r",
+            "prefill": (instances.p.endpoint,),
+            "decode": tuple(decodes),
+            "grace_s": 0.3,
+            "settle_s": 0.2,
+            **settings,
+        }
+    )
+    server = await start_router(config, SimTokenizer(config.sim_vocab))
+    leaving = asyncio.create_task(_leave_when_drained(server))
+    try:
+        yield server
+    finally:
+        leaving.cancel()
+        await asyncio.wait([leaving])
+        await server.stop()
+
+
+async def _leave_when_drained(server: RouterServer) -> None:
+    await server.drained()
+    await server.stop()

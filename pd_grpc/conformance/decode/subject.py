@@ -81,6 +81,7 @@ class DecodeSubject:
         self.rule = KvRule(self.layout)
         self.total_blocks = total_blocks
         self._watch = watch
+        self._settled = True
 
     @property
     def patience_s(self) -> float:
@@ -96,6 +97,11 @@ class DecodeSubject:
     @contextlib.asynccontextmanager
     async def case(self, case_id: str, transcript: Transcript) -> AsyncIterator[Decode]:
         """What a case has in hand. At its end every block must be back and the queue empty."""
+        if not self._settled:
+            # A case that failed may have left something; that is not the next one's fault.
+            with contextlib.suppress(Broken):
+                await self.settled()
+        self._settled = False
         async with grpc.aio.insecure_channel(self.endpoint, options=CHANNEL_OPTIONS) as channel:
             hand = Decode(self, case_id, transcript, transcript.channel(channel))
             try:
@@ -103,6 +109,7 @@ class DecodeSubject:
             finally:
                 await hand.leave()
         await self.settled()
+        self._settled = True
 
     async def settled(self) -> None:
         """Broken when a block has not come back, or a request still waits, after the longest time

@@ -5,13 +5,20 @@ tombstones, 6xx client legs, 7xx reserved features, 8xx unknown fields and sizes
 """
 
 from pd_grpc.conformance.decode.cases import (
+    allocate,
+    allocate_attempts,
+    answers,
     broken,
     epochs,
+    first_token,
+    hand_off,
     heartbeats,
     hello,
     layouts,
     openings,
+    queue,
     reopen,
+    sampling,
     sessions,
     transfer,
 )
@@ -19,13 +26,20 @@ from pd_grpc.conformance.decode.cases.registry import DECODE_CASES
 
 __all__ = [
     "DECODE_CASES",
+    "allocate",
+    "allocate_attempts",
+    "answers",
     "broken",
     "epochs",
+    "first_token",
+    "hand_off",
     "heartbeats",
     "hello",
     "layouts",
     "openings",
+    "queue",
     "reopen",
+    "sampling",
     "sessions",
     "transfer",
 ]
