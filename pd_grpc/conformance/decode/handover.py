@@ -5,23 +5,33 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from pd_grpc.conformance.calls import refusal
+from pd_grpc.conformance.case import Broken
 from pd_grpc.conformance.decode.client import ClientLeg
 from pd_grpc.conformance.decode.prefill import Prefill
 from pd_grpc.conformance.decode.subject import Decode
 from pd_grpc.conformance.decode.transfer import Transfer
-from pd_grpc.conformance.request import Request
+from pd_grpc.conformance.request import Request, replaced
+from pd_grpc.protocol.faults import Fault, Reason
 from pd_grpc.v1 import decode_pb2, transfer_pb2, types_pb2
 
 
 @dataclass
 class HandOver:
-    """A request that D has granted blocks, and its client, who waits."""
+    """A request that D has granted blocks, and its client, if one waits."""
 
     d: Decode
     p: Prefill
     request: Request
     grant: decode_pb2.AllocateResponse
-    leg: ClientLeg
+    client: ClientLeg | None
+
+    @property
+    def leg(self) -> ClientLeg:
+        """The client's leg."""
+        if self.client is None:
+            raise Broken("expected a client; none has come")
+        return self.client
 
     @property
     def any_token(self) -> int:
@@ -40,11 +50,20 @@ class HandOver:
         """Everything D wants, to the end."""
         await self.p.send_kv(self.request, self.grant)
 
-    async def first_token(self, token: int | None = None) -> types_pb2.TransferState:
+    async def first_token(self, token: int | None = None, **fields: Any) -> types_pb2.TransferState:
         """Hand over the first token, the right one unless given; returns D's state."""
         if token is None:
             token = self.d.answer(self.request)[0]
-        return await self.p.first_token(self.request, self.grant, token)
+        return await self.p.first_token(self.request, self.grant, token, **fields)
+
+    def first_token_message(self, **fields: Any) -> decode_pb2.SendFirstTokenRequest:
+        """The first token, to be sent; `fields` replace those of the message."""
+        message = self.p.first_token_message(self.request, self.grant, self.any_token)
+        return replaced(message, fields)
+
+    async def first_token_refused(self, reason: Reason, what: str, **fields: Any) -> Fault:
+        """A first token with these fields must be refused."""
+        return await refusal(self.p.send_first(self.first_token_message(**fields)), reason, what)
 
     async def completes(self) -> None:
         """It can still be handed over, and the answer is right."""
@@ -52,9 +71,24 @@ class HandOver:
         await self.send_kv()
         await self.answers()
 
+    def client_comes(self, **fields: Any) -> ClientLeg:
+        """The client's leg, which had not come yet."""
+        self.client = self.d.generate(self.request, **fields)
+        return self.client
+
     async def answers(self) -> None:
         """The client is shown the right answer to its end."""
         await self.leg.answers(self.d.answer(self.request))
+
+
+async def handed_off(d: Decode, **options: Any) -> HandOver:
+    """A transfer that D owns and for which no client has come: `client_comes` brings one."""
+    p = await d.prefill()
+    request = d.request()
+    grant = await p.allocate(request, **options)
+    await p.first_token(request, grant, d.answer(request)[0])
+    await p.send_kv(request, grant)
+    return HandOver(d, p, request, grant, None)
 
 
 async def granted(

@@ -127,6 +127,8 @@ async def _refused(d: Decode, reason: Reason, **fields: Any) -> Fault:
     if "ref" in fields:
         fields["ref"] = replaced(h.request.ref, fields["ref"])
     transfer = await h.p.open(h.request, h.grant, **fields)
+    came = await transfer.stream.next("the end of the stream")
+    expect(came is None, "no answer to this open", came)
     fault = await transfer.refused(reason, "this open")
     await h.completes()
     return fault

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from pd_grpc.decode import receiver, session_ids, transfer_checks
+from pd_grpc.decode import session_ids, transfer_checks
 from pd_grpc.decode.receiver import Receiver, _Wanted
 from pd_grpc.decode.session_ids import SessionIds
 from pd_grpc.protocol.faults import Fault, Reason
@@ -15,7 +15,7 @@ from tests.conformance.mutants.decode.registry import DECODE_MUTANTS as mutant
 
 def before_check(patch: pytest.MonkeyPatch, field: str, value: Any) -> None:
     """Take `field` of open for something else before it is checked."""
-    right = receiver.check_open
+    right = transfer_checks.check_open
 
     def wrong(message: Any, decode_epoch: int) -> None:
         at = message.ref if field == "decode_epoch" else message
@@ -25,7 +25,7 @@ def before_check(patch: pytest.MonkeyPatch, field: str, value: Any) -> None:
             setattr(at, field, decode_epoch if value is None else value)
         right(message, decode_epoch)
 
-    patch.setattr(receiver, "check_open", wrong)
+    patch.setattr("pd_grpc.decode.receiver.check_open", wrong)
 
 
 def forgive(patch: pytest.MonkeyPatch, part: str) -> None:

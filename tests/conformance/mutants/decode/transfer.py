@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from pd_grpc.decode import events as ev
-from pd_grpc.decode import receiver
+from pd_grpc.decode import transfer_checks
 from pd_grpc.decode.ledger import Ledger
 from pd_grpc.decode.machine import DecodeMachine
-from pd_grpc.decode.receiver import Receiver
+from pd_grpc.decode.receiver import Receiver, Respond
 from pd_grpc.engine.memory import HostKvMemory
 from pd_grpc.protocol.faults import Fault, bad_request
 from pd_grpc.protocol.sampling import FieldError
@@ -32,7 +32,7 @@ def before_chunk(patch: pytest.MonkeyPatch, spoil: Callable[..., None]) -> None:
 
 def tolerate(patch: pytest.MonkeyPatch, field: str) -> None:
     """Take chunks whose `field` is out of bounds."""
-    right = receiver.check_range
+    right = transfer_checks.check_range
 
     def wrong(*arguments: Any) -> None:
         try:
@@ -41,7 +41,7 @@ def tolerate(patch: pytest.MonkeyPatch, field: str) -> None:
             if [f.field for f in fault.fields] != [field]:
                 raise
 
-    patch.setattr(receiver, "check_range", wrong)
+    patch.setattr("pd_grpc.decode.receiver.check_range", wrong)
 
 
 @mutant("D301")
@@ -72,8 +72,10 @@ def acks_name_the_whole_layer(patch: pytest.MonkeyPatch) -> None:
 
     def wrong(self, stream, state, chunk, payload):  # type: ignore[no-untyped-def]
         actions = right(self, stream, state, chunk, payload)
-        named = actions[0].message.ack.ranges[0]
-        named.layer_start, named.layer_count = 0, 4
+        for action in actions:
+            if isinstance(action, Respond):
+                named = action.message.ack.ranges[0]
+                named.layer_start, named.layer_count = 0, 4
         return actions
 
     patch.setattr(Receiver, "_chunk", wrong)
@@ -85,7 +87,7 @@ def the_window_bounds_a_single_chunk(patch: pytest.MonkeyPatch) -> None:
         if unacknowledged + payload_bytes > window_bytes:
             raise bad_request([FieldError("chunk.payload", "is larger than the window")])
 
-    patch.setattr(receiver, "check_window", wrong)
+    patch.setattr("pd_grpc.decode.receiver.check_window", wrong)
 
 
 @mutant("D305")
