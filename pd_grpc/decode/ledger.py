@@ -108,8 +108,8 @@ class Ledger:
         live = self._attempts.get(transfer_id, 0)
         return max(live, self.tombstones.newest(transfer_id, self.now))
 
-    def create(self, key: TransferKey, state: DecodeState, budget_s: float) -> Transfer:
-        """A new transfer. An older attempt of it is superseded; Fault when there is a newer one."""
+    def check_attempt(self, key: TransferKey) -> None:
+        """Fault STALE_ATTEMPT when a newer attempt is known, live or remembered."""
         newest = self.newest_attempt(key.transfer_id)
         if key.attempt < newest:
             raise Fault(
@@ -117,6 +117,10 @@ class Ledger:
                 f"attempt {key.attempt} of {key.transfer_id} is older than {newest}",
                 {"attempt": str(key.attempt), "newest": str(newest)},
             )
+
+    def create(self, key: TransferKey, state: DecodeState, budget_s: float) -> Transfer:
+        """A new transfer. An older attempt of it is superseded; Fault when there is a newer one."""
+        self.check_attempt(key)
         older = self.of_key(TransferKey(key.transfer_id, self._attempts.get(key.transfer_id, 0)))
         if older is not None:
             attempts = {"attempt": str(older.key.attempt), "newest": str(key.attempt)}

@@ -275,6 +275,7 @@ class PrefillDesk:
             return ended.state.wire
         transfer = ledger.of_key(key)
         if transfer is None or transfer.prefill is None:
+            ledger.check_attempt(key)
             raise Fault(Reason.UNKNOWN_TRANSFER, f"{key} is unknown here")
         self._owned(transfer, session)
         if transfer.prefill.response is None or request.grant_id != transfer.grant_id:

@@ -116,7 +116,8 @@ def test_a_newer_attempt_of_the_client_supersedes_what_is_decoded(d: Harness, p:
 def test_an_older_attempt_is_refused(d: Harness, p: Prefill) -> None:
     old, new = Request(), Request(attempt=2)
     p.granted(new)
-    for call in (p.allocate(old), d.generate(old), p.release(old)):
+    calls = (p.allocate(old), d.generate(old), p.release(old), p.first_token(old, "g-old"))
+    for call in calls:
         assert d.reason(call) is Reason.STALE_ATTEMPT
         assert d.refused[call].metadata == {"attempt": "1", "newest": "2"}
     p.release(new)
