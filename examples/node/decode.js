@@ -474,12 +474,12 @@ function allocate(request, answer, call) {
   if (t?.prefill && t.prefill.body !== body) {
     throw new Fault('DUPLICATE_TRANSFER', `${key} is in flight with another request body`);
   }
-  if (t?.prefill?.response) return answer(t.prefill.response);
   if (draining && !t?.prefill) throw drainFault();
   const budget = request.budget ? millis(request.budget) : conf.budgetMs;
   if (budget <= 0) throw stageDeadline('allocate');
-  if (t) narrowBudget(t, budget);
-  else t = create(key, budget);
+  if (!t) t = create(key, budget);
+  else if (!t.handedOff) narrowBudget(t, budget);
+  if (t.prefill?.response) return answer(t.prefill.response);
   if (!t.prefill) joinPrefill(t, session, request, body);
   return waitOrGrant(t, Math.min(millis(request.max_wait), budgetOf(call)), answer, call);
 }

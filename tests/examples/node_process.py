@@ -14,21 +14,20 @@ from pathlib import Path
 
 import pytest
 
+from tests.conformance.subjects import SHORT
+
 FOLDER = Path(__file__).resolve().parents[2] / "examples" / "node"
 INSTALL_S = 300.0
 START_S = 20.0
 END_S = 10.0
 
-SHORT = {
-    "lease-ms": 800,
-    "grace-ms": 300,
-    "heartbeat-ms": 300,
-    "kv-progress-ms": 500,
-    "first-token-ms": 600,
-    "attach-ms": 600,
-    "tombstone-ms": 1500,
+KIT: dict[str, int] = {
+    "num_blocks": 64,
+    "window_bytes": 4096,
+    "allocate_queue": 128,
+    **{name.removesuffix("_s") + "_ms": round(1000 * value) for name, value in SHORT.items()},
 }
-"""Times that Welcome announces, so that waits are short."""
+"""Options of a decode.js that the kit judges: short times, few blocks, a short queue."""
 
 
 def install_packages() -> None:

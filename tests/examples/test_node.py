@@ -29,7 +29,7 @@ from pd_grpc.protocol.sampling import Sampling
 from pd_grpc.router.server import RouterServer, start_router
 from pd_grpc.v1 import admin_pb2, admin_pb2_grpc, inference_pb2_grpc
 from tests.examples.node_process import (
-    SHORT,
+    KIT,
     NodeDecode,
     install_packages,
     node_client,
@@ -97,7 +97,7 @@ class Site:
 async def site(*, aggregated: bool = False, **options: int | str) -> AsyncIterator[Site]:
     """All three, ready for requests."""
     async with contextlib.AsyncExitStack() as stack:
-        d = await stack.enter_async_context(node_decode(name="d-node", **SHORT, **options))
+        d = await stack.enter_async_context(node_decode(name="d-node", **options))
         p = None
         if not aggregated:
             config = PrefillConfig(name="p", engine="sim", num_blocks=256, chunk_tokens=64)
@@ -189,7 +189,7 @@ async def test_another_shape_of_kv_is_spoken_of_by_name() -> None:
 @pytest.mark.timeout(180)
 async def test_it_passes_every_case_of_the_kit() -> None:
     async with (
-        node_decode(**SHORT, num_blocks=64, window_bytes=4096) as d,
+        node_decode(**KIT) as d,
         open_decode(d.endpoint) as subject,
     ):
         results = await run_cases(subject, DECODE_CASES)
@@ -199,7 +199,7 @@ async def test_it_passes_every_case_of_the_kit() -> None:
 
 async def test_a_corrupted_chunk_ends_the_transfer_and_reaches_the_client() -> None:
     async with (
-        node_decode(**SHORT) as d,
+        node_decode(**KIT) as d,
         open_decode(d.endpoint) as subject,
         subject.case("node", Transcript()) as hand,
     ):
@@ -246,7 +246,7 @@ async def test_a_client_that_leaves_gives_the_blocks_back() -> None:
 
 
 async def test_a_signal_ends_it_with_a_goodbye() -> None:
-    async with node_decode(**SHORT) as d, open_decode(d.endpoint) as subject:
+    async with node_decode(**KIT) as d, open_decode(d.endpoint) as subject:
         hand = subject.case("node", Transcript())
         async with contextlib.AsyncExitStack() as stack:
             made = await hand.__aenter__()
