@@ -67,7 +67,7 @@ async def the_wait_is_over(d: Decode) -> None:
 
 @case(243, "which D cuts to 100 ms before the call's own deadline")
 async def the_call_ends_before_the_wait(d: Decode) -> None:
-    """max_wait is longer than the call's deadline: NO_BLOCKS comes before that."""
+    """The call's own deadline is before the end of max_wait: NO_BLOCKS comes before it."""
     p = await d.prefill()
     await fill(d, p)
     call = p.ask(d.request(), timeout_s=3 * SHORT_S, max_wait=duration(30))
@@ -209,9 +209,9 @@ async def the_queue_is_full(d: Decode) -> None:
     """Allocates are sent until one is refused, with all details, while the others wait on."""
     p = await d.prefill()
     await fill(d, p)
-    calls: list[asyncio.Future[Any]] = []
+    calls: list[Any] = []
     while len(calls) < MOST_ASKED:
-        calls += [asyncio.ensure_future(p.ask(d.request())) for _ in range(64)]
+        calls += [p.ask(d.request()) for _ in range(64)]
         waiting = (await load_now(p)).queued_requests
         refused = [call for call in calls if call.done()]
         if refused:

@@ -14,7 +14,7 @@ from pd_grpc.v1 import sampling_pb2
 
 @case(220, "(256 unless configured); P and D refuse 0.")
 async def max_tokens(d: Decode) -> None:
-    """max_tokens of 0 and below are refused, 1 is not."""
+    """Values of max_tokens below 1 are refused, 1 is not."""
     await _bounds(d, "max_tokens", good=[1], bad=[0, -1])
 
 
@@ -22,7 +22,7 @@ async def max_tokens(d: Decode) -> None:
     221, "End-of-sequence, stop ids and stop strings do not end the answer before this many tokens"
 )
 async def min_tokens(d: Decode) -> None:
-    """min_tokens below 0 and above max_tokens are refused, 0 and max_tokens are not."""
+    """Values of min_tokens below 0 and above max_tokens are refused, both limits are not."""
     await _bounds(d, "min_tokens", good=[0, 8], bad=[-1, 9])
 
 
@@ -34,26 +34,26 @@ async def temperature(d: Decode) -> None:
 
 @case(223, "the smallest set of likeliest tokens whose probabilities reach this; above 0")
 async def top_p(d: Decode) -> None:
-    """top_p of 0, below, above 1 or that is no number is refused, a little and 1 are not."""
+    """Values of top_p up to 0, above 1 and no number are refused, a little and 1 are not."""
     await _bounds(d, "top_p", good=[1e-9, 1.0], bad=[0.0, -0.5, 1.01, math.nan])
 
 
 @case(224, "Only the k likeliest tokens; 0 is off, below 0 is refused.")
 async def top_k(d: Decode) -> None:
-    """top_k below 0 is refused, 0 and a great one are not."""
+    """Values of top_k below 0 are refused, 0 and the greatest are not."""
     await _bounds(d, "top_k", good=[0, 2**31 - 1], bad=[-1])
 
 
 @case(225, "At most 16, each 1 to 256 characters; empty: none.")
 async def stop(d: Decode) -> None:
-    """17 stop strings, an empty one and one of 257 characters are refused, the limits are not."""
+    """Too many stop strings, an empty one and a long one are refused, the limits are not."""
     longest = ["ü" * 256] * 16
     await _bounds(d, "stop", good=[longest], bad=[[*longest, "x"], ["x", ""], ["x" * 257]])
 
 
 @case(226, "the token itself is part of token_ids. At most 64; empty: none.")
 async def stop_token_ids(d: Decode) -> None:
-    """65 stop token ids are refused, 64 are not."""
+    """More than 64 stop token ids are refused, 64 are not."""
     await _bounds(d, "stop_token_ids", good=[[*range(64)]], bad=[[*range(65)]])
 
 

@@ -1,6 +1,8 @@
 """Every planted fault of D, one file for each part of the conversation, as the cases are."""
 
 from tests.conformance.mutants.decode import (
+    allocate,
+    allocate_attempts,
     answers,
     broken,
     epochs,
@@ -10,7 +12,9 @@ from tests.conformance.mutants.decode import (
     hello,
     layouts,
     openings,
+    queue,
     reopen,
+    sampling,
     sessions,
     transfer,
 )
@@ -18,6 +22,8 @@ from tests.conformance.mutants.decode.registry import DECODE_MUTANTS
 
 __all__ = [
     "DECODE_MUTANTS",
+    "allocate",
+    "allocate_attempts",
     "answers",
     "broken",
     "epochs",
@@ -27,7 +33,9 @@ __all__ = [
     "hello",
     "layouts",
     "openings",
+    "queue",
     "reopen",
+    "sampling",
     "sessions",
     "transfer",
 ]
