@@ -20,10 +20,11 @@ from pd_grpc.conformance.prefill.step import Refused, Step, end_with, refusing
 from pd_grpc.conformance.request import replaced
 from pd_grpc.conformance.transcript import Transcript
 from pd_grpc.protocol import rpc
-from pd_grpc.protocol.faults import Code, Fault, Reason, TransportFault
+from pd_grpc.protocol.faults import Code, Fault, Reason, TransportFault, bad_request
 from pd_grpc.protocol.layout import KvLayout
 from pd_grpc.protocol.messages import duration, layout_from_proto
 from pd_grpc.protocol.refs import TransferKey, key_of, mint_id
+from pd_grpc.protocol.sampling import FieldError
 from pd_grpc.v1 import (
     decode_pb2,
     decode_pb2_grpc,
@@ -228,6 +229,8 @@ class Decode:
         if first is None or not first.HasField("hello"):
             raise Refused(Fault(Reason.WRONG_STATE, "hello comes first", {"state": "no hello"}))
         await self.hello.take(first.hello)
+        if not first.hello.layouts:
+            raise Refused(bad_request([FieldError("hello.layouts", "must have at least one")]))
         session = Session(mint_id("s"), first.hello, self._knows)
         for older in self.sessions:
             older.end(Fault(Reason.SUPERSEDED, "a newer session of this P began"))
@@ -240,8 +243,6 @@ class Decode:
         await session.serve(requests, context)
 
     def _welcome(self, session_id: str, hello: decode_pb2.Hello) -> decode_pb2.Welcome:
-        if not hello.layouts:
-            broken("at least one layout in hello", hello)
         t = self.times
         welcome = decode_pb2.Welcome(
             instance=self.instance,

@@ -7,11 +7,10 @@ import asyncio
 import contextlib
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable
-from typing import Any, Generic, NoReturn, TypeVar
+from typing import Any, Generic, NoReturn, TypeAlias, TypeVar
 
 import grpc.aio
 from google.protobuf.message import Message
-from google.rpc import status_pb2
 
 from pd_grpc.conformance.case import within
 from pd_grpc.conformance.transcript import Transcript
@@ -20,8 +19,8 @@ from pd_grpc.protocol.faults import Fault, TransportFault
 
 M = TypeVar("M", bound=Message)
 
-Refusal = Fault | TransportFault | status_pb2.Status
-"""A fault of the protocol's, a bare status, or a status with details of a case's own."""
+Refusal: TypeAlias = Fault | TransportFault | Message
+"""A fault of the protocol's, a bare status, or a google.rpc.Status of a case's own."""
 
 
 class Refused(Exception):
@@ -116,7 +115,7 @@ async def end_with(context: grpc.aio.ServicerContext[Any, Any], refusal: Refusal
     """End a call with a refusal."""
     if isinstance(refusal, Fault):
         await rpc.abort(context, refusal)
-    if isinstance(refusal, status_pb2.Status):
+    if isinstance(refusal, Message):
         await rpc.abort_with(context, refusal)
     await context.abort(rpc.grpc_code(refusal.code), refusal.message)
     raise AssertionError("abort returns never")

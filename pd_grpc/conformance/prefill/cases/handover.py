@@ -224,7 +224,7 @@ async def handed_off_comes_last(p: Prefill) -> None:
 
 @case(423, "Who has it, as its Welcome said.")
 async def handed_off_names_the_decode(p: Prefill) -> None:
-    """handed_off names D with name, epoch and role."""
+    """The last event names D with name, epoch and role."""
     d = await p.decode()
     handed = await p.call(p.request(), d.endpoint).handed_off()
     expect_equal(handed.decode, d.instance, "handed_off.decode")

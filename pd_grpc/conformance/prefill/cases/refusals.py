@@ -35,7 +35,7 @@ async def a_token_outside_the_vocabulary(p: Prefill) -> None:
 
 @case(703, "How to sample the first token; max_tokens must be set.")
 async def no_max_tokens(p: Prefill) -> None:
-    """max_tokens 0 is refused with a violation of sampling.max_tokens."""
+    """A max_tokens of 0 is refused with a violation of sampling.max_tokens."""
     none = sampling_pb2.SamplingParams(temperature=0)
     await p.refused(
         p.request(sampling=none), Reason.BAD_REQUEST, "no max_tokens", "sampling.max_tokens"
@@ -154,8 +154,7 @@ async def a_long_request_id(p: Prefill) -> None:
 
 @case(
     714,
-    "Details by reason: BAD_REQUEST comes with google.rpc.BadRequest, a violation for each"
-    " field that is wrong;",
+    "BAD_REQUEST comes with google.rpc.BadRequest, a violation for each field that is wrong",
 )
 async def every_violation_is_named(p: Prefill) -> None:
     """Sampling fields out of their bounds, each alone and all at once, are named by their paths."""
@@ -224,8 +223,8 @@ async def a_greater_attempt(p: Prefill) -> None:
     " ABORTED, STALE_ATTEMPT.",
 )
 async def a_smaller_attempt(p: Prefill) -> None:
-    """Attempt 2 comes after attempt 3, while that is in flight and after its end: it is refused, and
-    hears both attempts."""
+    """Attempt 2 comes after attempt 3, while that is in flight and after its end: it is refused,
+    and hears both attempts."""
     d = await p.decode()
     d.kv.end.hold()
     request = p.request(attempt=3)

@@ -49,12 +49,14 @@ async def hello_offers_its_layout(p: Prefill) -> None:
 
 @case(104, "The standing conversation of one P with one D; one per pair, without a deadline.")
 async def one_session_for_all(p: Prefill) -> None:
-    """Four requests at once for one D share a session, and a fifth finds it still open."""
+    """Four requests at once for one D share a session."""
     d = await p.decode()
+    d.allocate.hold()
     callers = [p.call(p.request(), d) for _ in range(4)]
+    await d.allocate.came("four Allocates", 4)
+    d.go()
     for caller in callers:
         await caller.handed_off()
-    await p.call(p.request(), d).handed_off()
     expect_equal(len(d.hello.seen), 1, "the number of sessions")
 
 

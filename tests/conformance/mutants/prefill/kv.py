@@ -1,0 +1,168 @@
+"""P3xx: KV gone wrong on its way."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from pd_grpc.engine.memory import HostKvMemory
+from pd_grpc.prefill import grants, handover, placement
+from pd_grpc.prefill.decode_faults import as_fault
+from pd_grpc.prefill.handover import Handover
+from pd_grpc.prefill.sender import TransferSender
+from pd_grpc.prefill.sessions import DecodeSession
+from pd_grpc.protocol.faults import Code, TransportFault
+from pd_grpc.transport import inline_sender
+from pd_grpc.transport.base import LayerRun
+from pd_grpc.transport.inline_sender import InlineTransport
+from tests.conformance.mutants.prefill.registry import PREFILL_MUTANTS as mutant
+
+
+@mutant("P301")
+def open_names_no_grant(patch: pytest.MonkeyPatch) -> None:
+    right = InlineTransport.open
+
+    def wrong(self, endpoint, message, *rest):  # type: ignore[no-untyped-def]
+        message.ClearField("grant_id")
+        return right(self, endpoint, message, *rest)
+
+    patch.setattr(InlineTransport, "open", wrong)
+
+
+@mutant("P302")
+def opened_is_not_waited_for(patch: pytest.MonkeyPatch) -> None:
+    right = TransferSender.opening
+
+    def wrong(self, now):  # type: ignore[no-untyped-def]
+        right(self, now)
+        self._open, self._window_bytes = True, 1 << 20
+
+    patch.setattr(TransferSender, "opening", wrong)
+
+
+@mutant("P303")
+def no_checksum(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(inline_sender, "checksum", lambda pieces: 0)
+
+
+@mutant("P304")
+def blocks_in_the_wrong_order(patch: pytest.MonkeyPatch) -> None:
+    right = HostKvMemory.read
+    patch.setattr(
+        HostKvMemory, "read", lambda self, blocks, *layers: right(self, blocks[::-1], *layers)
+    )
+
+
+@mutant("P305")
+def everything_is_sent(patch: pytest.MonkeyPatch) -> None:
+    right = handover.send_plan
+
+    def wrong(grant, shard, record, layout):  # type: ignore[no-untyped-def]
+        plan = right(grant, shard, record, layout)
+        return replace(plan, wanted=((0, layout.blocks_for(plan.tokens)),))
+
+    patch.setattr(handover, "send_plan", wrong)
+
+
+@mutant("P306")
+def no_stream_for_nothing(patch: pytest.MonkeyPatch) -> None:
+    right = Handover.starting
+
+    def wrong(self, record, now):  # type: ignore[no-untyped-def]
+        if record.grant.wanted:
+            right(self, record, now)
+
+    patch.setattr(Handover, "starting", wrong)
+
+
+@mutant("P307")
+def sums_that_are_wrong(patch: pytest.MonkeyPatch) -> None:
+    right = TransferSender.end
+
+    def wrong(self, now):  # type: ignore[no-untyped-def]
+        end = right(self, now)
+        return None if end is None else (end[0] + 1, end[1])
+
+    patch.setattr(TransferSender, "end", wrong)
+
+
+@mutant("P308")
+def the_window_is_not_heeded(patch: pytest.MonkeyPatch) -> None:
+    right = TransferSender.opened
+    patch.setattr(
+        TransferSender,
+        "opened",
+        lambda self, verified, window_bytes, now: right(self, verified, 1 << 20, now),
+    )
+
+
+@mutant("P309")
+def everything_is_sent_again(patch: pytest.MonkeyPatch) -> None:
+    right = TransferSender.opened
+
+    def wrong(self, verified, window_bytes, now):  # type: ignore[no-untyped-def]
+        for layer in self._layers:
+            layer.state = bytearray(len(layer.state))
+        return right(self, (), window_bytes, now)
+
+    patch.setattr(TransferSender, "opened", wrong)
+
+
+@mutant("P310")
+def a_stream_without_chunks_is_not_ended(patch: pytest.MonkeyPatch) -> None:
+    right = TransferSender.end
+    patch.setattr(
+        TransferSender, "end", lambda self, now: right(self, now) if self._stream_chunks else None
+    )
+
+
+@mutant("P311")
+def every_shard_gets_every_layer(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(
+        grants,
+        "_layers_of",
+        lambda shard, layout: tuple(LayerRun(g, 0, x.layers) for g, x in enumerate(layout.groups)),
+    )
+
+
+@mutant("P312")
+def the_shards_of_the_welcome(patch: pytest.MonkeyPatch) -> None:
+    right_welcomed, right_grant = DecodeSession._welcomed, placement.read_grant
+    welcomed = []
+
+    def note(self, welcome, now):  # type: ignore[no-untyped-def]
+        welcomed.append(welcome)
+        return right_welcomed(self, welcome, now)
+
+    def wrong(endpoint, decode, response):  # type: ignore[no-untyped-def]
+        grant = right_grant(endpoint, decode, response)
+        return replace(grant, shards=tuple(welcomed[-1].shards))
+
+    patch.setattr(DecodeSession, "_welcomed", note)
+    patch.setattr(placement, "read_grant", wrong)
+
+
+@mutant("P313", "P316")
+def a_refused_stream_is_opened_again(patch: pytest.MonkeyPatch) -> None:
+    right = Handover.broken
+
+    def wrong(self, event, now):  # type: ignore[no-untyped-def]
+        lost = TransportFault(Code.UNAVAILABLE, "whatever it was")
+        right(self, replace(event, fault=lost), now)
+
+    patch.setattr(Handover, "broken", wrong)
+
+
+@mutant("P314")
+def a_silent_shard_is_waited_for(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(TransferSender, "deadline", lambda self: None)
+
+
+@mutant("P315")
+def a_bad_range_is_the_callers(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(
+        handover,
+        "_of_transfer",
+        lambda fault, record: as_fault(fault, record.grant.endpoint, "transfer"),
+    )

@@ -1,0 +1,88 @@
+"""P8xx and P9xx: later versions, limits and drains gone wrong."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from google.protobuf.unknown_fields import UnknownFieldSet
+
+from pd_grpc.prefill import machine, sessions, validation
+from pd_grpc.prefill.machine import PrefillMachine
+from pd_grpc.prefill.sessions import DecodeSession
+from pd_grpc.protocol.faults import Fault, Reason
+from pd_grpc.v1 import sampling_pb2
+from tests.conformance.mutants.prefill.registry import PREFILL_MUTANTS as mutant
+
+
+@mutant("P801")
+def unknown_fields_are_refused(patch: pytest.MonkeyPatch) -> None:
+    right = PrefillMachine._admit
+
+    def wrong(self, request, now):  # type: ignore[no-untyped-def]
+        if len(UnknownFieldSet(request)):
+            raise Fault(Reason.BAD_REQUEST, "fields that are not known")
+        right(self, request, now)
+
+    patch.setattr(PrefillMachine, "_admit", wrong)
+
+
+@mutant("P802")
+def unknown_fields_of_a_welcome_are_refused(patch: pytest.MonkeyPatch) -> None:
+    right = DecodeSession._objection
+
+    def wrong(self, welcome):  # type: ignore[no-untyped-def]
+        if len(UnknownFieldSet(welcome)):
+            return Fault(Reason.LAYOUT_MISMATCH, "fields that are not known")
+        return right(self, welcome)
+
+    patch.setattr(DecodeSession, "_objection", wrong)
+
+
+@mutant("P803")
+def only_known_directions_are_looked_at(patch: pytest.MonkeyPatch) -> None:
+    right = validation.unbuilt_scope
+    known = sampling_pb2.Direction.values()
+    patch.setattr(
+        validation,
+        "unbuilt_scope",
+        lambda scope: right(scope) if scope.direction in known else None,
+    )
+
+
+@mutant("P804")
+def any_transport_will_do(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(sessions, "_OFFERED", frozenset(range(100)))
+
+
+@mutant("P805", max_message_bytes=1 << 20)
+def small_messages_alone(patch: pytest.MonkeyPatch) -> None:
+    """The setting is the fault."""
+
+
+@mutant("P806")
+def one_block_less(patch: pytest.MonkeyPatch) -> None:
+    right = machine.check_prefill
+
+    def wrong(request, tokens, name, limits):  # type: ignore[no-untyped-def]
+        less = replace(limits, num_blocks=limits.num_blocks - 1)
+        return right(request, tokens, name, less)
+
+    patch.setattr(machine, "check_prefill", wrong)
+
+
+@mutant("P807")
+def one_token_less(patch: pytest.MonkeyPatch) -> None:
+    right = DecodeSession._welcomed
+
+    def wrong(self, welcome, now):  # type: ignore[no-untyped-def]
+        welcome.max_model_len -= 1 if welcome.max_model_len else 0
+        return right(self, welcome, now)
+
+    patch.setattr(DecodeSession, "_welcomed", wrong)
+
+
+@mutant("P901")
+def a_drain_without_patience(patch: pytest.MonkeyPatch) -> None:
+    right = PrefillMachine._drain
+    patch.setattr(PrefillMachine, "_drain", lambda self, deadline_s, now: right(self, 0.0, now))
