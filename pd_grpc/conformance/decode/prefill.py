@@ -6,6 +6,8 @@ import asyncio
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from google.rpc import status_pb2
+
 from pd_grpc.conformance.calls import Stream, answer, refusal
 from pd_grpc.conformance.case import Broken, answer_s, broken, expect, within
 from pd_grpc.conformance.decode.transfer import Transfer, connect_transfer
@@ -81,6 +83,9 @@ class Prefill:
         """Open a session that must be refused."""
         stream = self.open_session()
         await stream.offer(decode_pb2.SessionRequest(hello=self.hello(**fields)))
+        message = await stream.next(f"{reason.value}: {what}")
+        if message is not None:
+            broken(f"{reason.value}: {what}", message)
         return await stream.refused(reason, what)
 
     @property
@@ -202,18 +207,20 @@ class Prefill:
         )
         return taken.state
 
-    def give_back(self, request: Request, cause: Fault | None = None, **fields: Any) -> Any:
+    def give_back(
+        self, request: Request, cause: Fault | status_pb2.Status | None = None, **fields: Any
+    ) -> Any:
         """A Release call that is not awaited here."""
         message = decode_pb2.ReleaseRequest(
             session_id=self.welcome.session_id,
             ref=request.ref,
-            cause=None if cause is None else cause.status(),
+            cause=cause.status() if isinstance(cause, Fault) else cause,
             writes_stopped=True,
         )
         return self.decode.Release(replaced(message, fields), timeout=answer_s())
 
     async def release(
-        self, request: Request, cause: Fault | None = None
+        self, request: Request, cause: Fault | status_pb2.Status | None = None
     ) -> types_pb2.TransferState:
         """Give a transfer back; returns D's state of it."""
         taken: decode_pb2.ReleaseResponse = await answer(

@@ -228,6 +228,12 @@ class Decode:
         self._legs.append(leg)
         return leg
 
+    async def arrived(self) -> None:
+        """One round trip: D has before it what was sent before on the channel of clients and Ps."""
+        request = inference_pb2.GetModelInfoRequest()
+        call = self.inference.GetModelInfo(request, timeout=answer_s())
+        await answer(call, "GetModelInfo answered")
+
     def answer(self, request: Request) -> list[int]:
         """Every token that a client must be shown of a request. NotApplicable where the kit does
         not know the model."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from pd_grpc.conformance.case import expect_equal, quiet_s
+from pd_grpc.conformance.case import answer_s, expect_equal, quiet_s
 from pd_grpc.conformance.decode.cases.registry import DECODE_CASES as case
 from pd_grpc.conformance.decode.handover import HandOver, granted
 from pd_grpc.conformance.decode.subject import Decode
@@ -115,8 +115,9 @@ async def prefill_lost(d: Decode) -> None:
 async def budget_over(d: Decode) -> None:
     """The budget ends while the stream is open."""
     h = await granted(d, budget=duration(0.4))
+    limit = 0.4 + answer_s()
     transfer = await h.receiving()
-    fault = await transfer.refused(Reason.STAGE_DEADLINE, "the budget is over", 2)
+    fault = await transfer.refused(Reason.STAGE_DEADLINE, "the budget is over", limit)
     expect_equal(fault.metadata.get("stage"), "transfer", "the stage")
     await h.leg.fails(Reason.STAGE_DEADLINE, "the budget is over")
 

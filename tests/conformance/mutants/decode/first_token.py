@@ -159,12 +159,12 @@ def an_unknown_transfer_is_called_released(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(PrefillDesk, "_first_token", wrong)
 
 
-@mutant("D412")
+@mutant("D412", "D512")
 def every_prefill_owns_every_transfer(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(PrefillDesk, "_owned", lambda self, transfer, session: None)
 
 
-@mutant("D413")
+@mutant("D413", "D513")
 def superseded_sessions_stay_known(patch: pytest.MonkeyPatch) -> None:
     right = Sessions.forget
 
