@@ -87,12 +87,7 @@ function mintEpoch() {
 
 /** A new transfer. It supersedes an older attempt, and is refused when there is a newer one. */
 function create(key, budgetMs) {
-  const at = key.lastIndexOf('#'), id = key.slice(0, at), attempt = Number(key.slice(at + 1));
-  const newest = newestAttempt(id);
-  if (attempt < newest) {
-    const text = `attempt ${attempt} of ${id} is older than ${newest}`;
-    throw new Fault('STALE_ATTEMPT', text, { metadata: { attempt, newest } });
-  }
+  const { id, attempt } = checkAttempt(key);
   const older = byKey.get(`${id}#${attempts.get(id)}`);
   if (older) {
     const text = `attempt ${attempt} supersedes attempt ${older.attempt}`;
@@ -114,6 +109,15 @@ function create(key, budgetMs) {
   attempts.set(id, attempt);
   setBudget(t, now() + budgetMs);
   return t;
+}
+
+/** What a key is of; refused when a newer attempt is known. */
+function checkAttempt(key) {
+  const at = key.lastIndexOf('#'), id = key.slice(0, at), attempt = Number(key.slice(at + 1));
+  const newest = newestAttempt(id);
+  if (attempt >= newest) return { id, attempt };
+  const text = `attempt ${attempt} of ${id} is older than ${newest}`;
+  throw new Fault('STALE_ATTEMPT', text, { metadata: { attempt, newest } });
 }
 
 function newestAttempt(id) {
@@ -565,7 +569,10 @@ function sendFirstToken(request, answer) {
   const stone = tombstoneOf(key);
   if (stone) return answer({ state: State[stone.state] });
   const t = byKey.get(key);
-  if (!t?.prefill) throw new Fault('UNKNOWN_TRANSFER', `${key} is unknown here`);
+  if (!t?.prefill) {
+    checkAttempt(key);
+    throw new Fault('UNKNOWN_TRANSFER', `${key} is unknown here`);
+  }
   checkOwner(t, session);
   if (!t.prefill.response || request.grant_id !== t.grantId) {
     throw wrongState(`${key} is ${t.state} and has no grant '${request.grant_id}'`, t.state);
@@ -990,7 +997,7 @@ function getModelInfo(request, answer) {
   });
 }
 
-// --- AdminService: what a router asks, and the drain ---------------------------------------------
+// --- AdminService: what a router and an operator ask, and the drain ------------------------------
 
 function describe(t) {
   const { prefill, client } = t;
@@ -1002,16 +1009,32 @@ function describe(t) {
   };
 }
 
-function getTransfer({ transfer_id: id, attempt }, answer) {
+/** The key that an operator means; attempt 0 is the newest. */
+function keyNamed({ transfer_id: id, attempt }) {
   const ref = { transfer_id: id, attempt: attempt || newestAttempt(id) || 1 };
-  const key = check.ref(ref, 'transfer', true);
-  const live = byKey.get(key), stone = tombstones.get(key);
-  if (live) return answer({ transfer: describe(live) });
-  if (stone) {
-    const ages = { age: duration(now() - stone.created), state_age: duration(now() - stone.ended) };
-    return answer({ transfer: { ...stone.info, ...ages, last_error: stone.fault?.status() } });
-  }
-  throw new Fault('UNKNOWN_TRANSFER', `no transfer ${id} is known here`);
+  return check.ref(ref, 'transfer', true);
+}
+
+/** A transfer as an operator sees it, ended ones while they are remembered. */
+function shown(key) {
+  const stone = tombstoneOf(key), live = byKey.get(key);
+  if (live) return { transfer: describe(live) };
+  if (!stone) throw new Fault('UNKNOWN_TRANSFER', `no transfer ${key} is known here`);
+  const { created, ended, fault, info } = stone;
+  const ages = { age: duration(now() - created), state_age: duration(now() - ended) };
+  return { transfer: { ...info, ...ages, last_error: fault?.status() } };
+}
+
+function getTransfer(request, answer) {
+  return answer(shown(keyNamed(request)));
+}
+
+/** End one by hand; one that has ended stays as it is. */
+function releaseTransfer(request, answer) {
+  const key = keyNamed(request), reason = request.reason || 'no reason given', t = byKey.get(key);
+  if (reason.length > 256) throw badRequest(wrong('reason', 'must have at most 256 characters'));
+  if (t) end(t, 'RELEASED', new Fault('RELEASED', `released by an operator: ${reason}`));
+  return answer(shown(key));
 }
 
 function getServerInfo(request, answer) {
@@ -1109,7 +1132,8 @@ function addServices() {
     Generate: serveGenerate, GetModelInfo: unary(getModelInfo),
   });
   control.addService(lenient(services.AdminService.service), {
-    GetServerInfo: unary(getServerInfo), GetTransfer: unary(getTransfer), Drain: unary(drain),
+    GetServerInfo: unary(getServerInfo), GetTransfer: unary(getTransfer),
+    ReleaseTransfer: unary(releaseTransfer), Drain: unary(drain),
   });
   health.addToServer(control);
   bulk.addService(lenient(services.TransferService.service), { Transfer: serveTransfer });
