@@ -24,6 +24,7 @@ from pd_grpc.v1 import (
     admin_pb2_grpc,
     inference_pb2,
     inference_pb2_grpc,
+    layout_pb2,
     prefill_pb2,
     prefill_pb2_grpc,
     types_pb2,
@@ -39,6 +40,21 @@ MODEL = inference_pb2.GetModelInfoResponse(
     max_model_len=1_050_000,
     vocab_size=32_000,
     features=["logprobs"],
+    layout=layout_pb2.KvLayout(
+        model="pd-grpc-conformance",
+        positions="none",
+        block_size=16,
+        groups=[
+            layout_pb2.KvGroup(
+                kind=layout_pb2.KV_GROUP_KIND_FULL,
+                layers=1,
+                planes=[
+                    layout_pb2.Plane(kind=kind, dtype="uint8", heads=1, head_dim=8)
+                    for kind in (layout_pb2.PLANE_KIND_K, layout_pb2.PLANE_KIND_V)
+                ],
+            )
+        ],
+    ),
 )
 """What the kit's instances say they serve: room for a prompt of a million tokens."""
 
@@ -212,6 +228,17 @@ class Instances:
     async def next_generate(self, what: str = "Generate called on a D of the kit's") -> DecodeLeg:
         """The next call of the router's to a D."""
         return await within(None, self.generates.get(), what)
+
+    async def any_call(self) -> str:
+        """Wait until a leg comes; says where."""
+        queues: tuple[asyncio.Queue[Any], ...] = (self.prefills, self.generates)
+        waiting = [asyncio.ensure_future(queue.get()) for queue in queues]
+        try:
+            done, _ = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for each in waiting:
+                each.cancel()
+        return f"a leg opened on {done.pop().result().instance}"
 
     async def quiet(self) -> None:
         """Broken unless every leg has ended in time; forgets those that no case has taken."""

@@ -16,6 +16,7 @@ from pd_grpc.conformance.calls import answer, check_fault
 from pd_grpc.conformance.case import Broken, NotApplicable, answer_s, broken, expect, within
 from pd_grpc.conformance.decode.client import ClientLeg
 from pd_grpc.conformance.request import BUDGET_S, prompt_of, replaced
+from pd_grpc.conformance.router.answers import handed_off, last
 from pd_grpc.conformance.router.instance import Instances, KitInstance
 from pd_grpc.conformance.router.routed import Routed
 from pd_grpc.conformance.transcript import Transcript
@@ -27,6 +28,7 @@ from pd_grpc.v1 import (
     inference_pb2,
     inference_pb2_grpc,
     sampling_pb2,
+    types_pb2,
 )
 
 INFERENCE = "pd_grpc.v1.InferenceService"
@@ -102,32 +104,33 @@ class RouterSubject:
         broken(f"a request routed to the kit's P with {sorted(wanted)}", seen)
 
     async def _try_out(self, stub: Any) -> object:
-        """The Ds that one request is offered to, or why it was not routed."""
+        """The Ds that one request, answered to its end, is offered to; or why it was not routed."""
         self.instances.forget()
-        call = stub.Generate(
-            inference_pb2.GenerateRequest(
-                token_ids=inference_pb2.TokenIds(ids=prompt_of("probe", 4, 1000)),
-                sampling=sampling_pb2.SamplingParams(max_tokens=2, temperature=0),
-            ),
-            timeout=answer_s(),
+        request = inference_pb2.GenerateRequest(
+            token_ids=inference_pb2.TokenIds(ids=prompt_of("probe", 4, 1000)),
+            sampling=sampling_pb2.SamplingParams(max_tokens=2, temperature=0),
         )
-        reading = asyncio.ensure_future(call.read())
+        call = stub.Generate(request, timeout=answer_s())
+        ended = asyncio.ensure_future(_read_all(call))
         asked = asyncio.ensure_future(self.instances.prefills.get())
-        await asyncio.wait((reading, asked), return_when=asyncio.FIRST_COMPLETED)
-        call.cancel()
-        why: object = "an answer"
         try:
-            await reading
-        except grpc.aio.AioRpcError as error:
-            why = str(read_error(error))
-        except asyncio.CancelledError:
-            why = "cancelled"
-        if not asked.done():
+            await asyncio.wait((ended, asked), return_when=asyncio.FIRST_COMPLETED)
+            if not asked.done():
+                return await ended
+            prefill = asked.result()
+            prefill.send(handed_off(self.instances.d, len(prefill.request.token_ids)))
+            prefill.end()
+            decode = await self.instances.next_generate()
+            decode.send(last([5, 6], types_pb2.Usage(), decode.instance))
+            decode.end()
+            await ended
+            await self.instances.quiet()
+        except Broken as why:
+            return str(why)
+        finally:
             asked.cancel()
-            return why
-        leg = asked.result()
-        await self.instances.quiet()
-        return {target.endpoint for target in leg.request.decodes}
+            call.cancel()
+        return {target.endpoint for target in prefill.request.decodes}
 
     async def _undo(self) -> None:
         """Everything behind the router as it was before the case."""
@@ -137,6 +140,18 @@ class RouterSubject:
         if not self.drained:
             await self.routes_to(self.instances.d)
         self.instances.disturbed = False
+
+
+async def _read_all(call: Any) -> str:
+    """How a call ends."""
+    try:
+        async for _ in call:
+            pass
+    except grpc.aio.AioRpcError as error:
+        return str(read_error(error))
+    except asyncio.CancelledError:
+        return "cancelled"
+    return "an answer without a call to P"
 
 
 @contextlib.asynccontextmanager
@@ -234,9 +249,14 @@ class Router:
     ) -> Fault:
         """Ask for what must be refused before a leg is opened; returns the fault."""
         client = self.call(message or self.request(**fields))
-        fault = await self.fails(client, reason, what)
-        self.instances.expect_no_call(what)
-        return fault
+        ended = asyncio.ensure_future(self.fails(client, reason, what))
+        called = asyncio.ensure_future(self.instances.any_call())
+        await asyncio.wait((ended, called), return_when=asyncio.FIRST_COMPLETED)
+        if called.done():
+            ended.cancel()
+            broken(f"{reason.value} before any leg is opened: {what}", called.result())
+        called.cancel()
+        return await ended
 
     async def fails(
         self, client: ClientLeg, reason: Reason, what: str, seconds: float | None = None
@@ -271,7 +291,7 @@ class Router:
         """Broken unless the router's readiness becomes this in time."""
         status = health_pb2.HealthCheckResponse
         wanted = status.SERVING if ready else status.NOT_SERVING
-        until = time.monotonic() + 2 * answer_s()
+        until = time.monotonic() + answer_s()
         while (seen := (await self.readiness()).status) != wanted:
             word = "SERVING" if ready else "NOT_SERVING"
             expect(time.monotonic() < until, f"health of {INFERENCE} {word}", seen)

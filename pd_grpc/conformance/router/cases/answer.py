@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pd_grpc.conformance.case import expect, expect_equal, within
+from pd_grpc.conformance.case import answer_s, expect, expect_equal, within
 from pd_grpc.conformance.request import BUDGET_S
 from pd_grpc.conformance.router.answers import P_TIMES_S, handed_off, last, tokens
 from pd_grpc.conformance.router.cases.registry import ROUTER_CASES as case
@@ -211,7 +211,7 @@ async def a_slow_reader_loses_nothing(r: Router) -> None:
             decode.send(tokens(wanted[at : at + SLOW_TOKENS]))
         decode.send(last([], types_pb2.Usage(completion_tokens=count), r.d.name))
         decode.end()
-        await decode.over("D's answer taken, whether the client reads or not")
+        await decode.over("D's answer taken, whether the client reads or not", 4 * answer_s())
         while isinstance(
             message := await within(None, call.read(), "a message of Generate"),
             inference_pb2.GenerateResponse,

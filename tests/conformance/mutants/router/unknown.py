@@ -1,0 +1,74 @@
+"""R80x: a router that cannot bear what it does not know."""
+
+from __future__ import annotations
+
+import pytest
+from google.protobuf.unknown_fields import UnknownFieldSet
+
+from pd_grpc.protocol.faults import bad_request
+from pd_grpc.protocol.sampling import FieldError
+from pd_grpc.router import intake, service
+from pd_grpc.router.outbox import Outbox
+from pd_grpc.router.runtime import RoutedCall
+from pd_grpc.v1 import types_pb2
+from tests.conformance.mutants.router.registry import ROUTER_MUTANTS as mutant
+
+
+@mutant("R801")
+def unknown_fields_are_refused(patch: pytest.MonkeyPatch) -> None:
+    right = intake.check_shape
+
+    def wrong(request):  # type: ignore[no-untyped-def]
+        if len(UnknownFieldSet(request)):
+            raise bad_request([FieldError("request", "has unknown fields")])
+        return right(request)
+
+    patch.setattr(service, "check_shape", wrong)
+
+
+@mutant("R802")
+def unknown_fields_of_decode_are_a_defect(patch: pytest.MonkeyPatch) -> None:
+    right = RoutedCall._on_decode_message
+
+    def wrong(self, leg, message, target):  # type: ignore[no-untyped-def]
+        if len(UnknownFieldSet(message)):
+            raise ValueError("a field of a later version")
+        right(self, leg, message, target)
+
+    patch.setattr(RoutedCall, "_on_decode_message", wrong)
+
+
+@mutant("R803")
+def unknown_events_are_a_defect(patch: pytest.MonkeyPatch) -> None:
+    right = RoutedCall._on_prefill_message
+
+    def wrong(self, message):  # type: ignore[no-untyped-def]
+        if message.WhichOneof("event") is None:
+            raise ValueError("an event of a later version")
+        right(self, message)
+
+    patch.setattr(RoutedCall, "_on_prefill_message", wrong)
+
+
+@mutant("R804")
+def unknown_ends_are_none(patch: pytest.MonkeyPatch) -> None:
+    right = RoutedCall._on_decode_message
+
+    def wrong(self, leg, message, target):  # type: ignore[no-untyped-def]
+        if message.finish_reason not in types_pb2.FinishReason.values():
+            message.ClearField("finish_reason")
+        right(self, leg, message, target)
+
+    patch.setattr(RoutedCall, "_on_decode_message", wrong)
+
+
+@mutant("R805")
+def half_a_character_is_a_defect(patch: pytest.MonkeyPatch) -> None:
+    right = Outbox.push
+
+    def wrong(self, message):  # type: ignore[no-untyped-def]
+        if "\ufffd" in self._detokenizer._tokenizer.decode(message.token_ids):
+            raise UnicodeError("half a character")
+        right(self, message)
+
+    patch.setattr(Outbox, "push", wrong)

@@ -1,0 +1,67 @@
+"""The kit judges our own router: it passes whole, and each planted fault is found."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+
+from pd_grpc.conformance.case import Broken, answers_within
+from pd_grpc.conformance.report import explained
+from pd_grpc.conformance.router import ROUTER_CASES, open_instances, open_router
+from pd_grpc.conformance.router.subject import RouterSubject
+from pd_grpc.conformance.run import run_case, run_cases
+from tests.conformance.mutants.registry import Mutant
+from tests.conformance.mutants.router import ROUTER_MUTANTS
+from tests.conformance.subjects import router_server
+
+IMPATIENT_S = 1.0
+"""How long a faulty router may leave the kit waiting."""
+ANY_PORT = ("127.0.0.1:0",) * 3
+
+
+@contextlib.asynccontextmanager
+async def our_router(**settings: Any) -> AsyncIterator[RouterSubject]:
+    async with (
+        open_instances(*ANY_PORT) as instances,
+        router_server(instances, **settings) as router,
+        open_router(router.endpoint, instances) as subject,
+    ):
+        yield subject
+
+
+@pytest.mark.timeout(180)
+async def test_our_router_passes_whole() -> None:
+    async with our_router() as subject:
+        results = await run_cases(subject, ROUTER_CASES)
+    assert not [explained(r) for r in results if r.passed is False]
+    assert not [r.id for r in results if r.passed is None], "every case applies to our own router"
+
+
+def test_every_case_has_a_mutant() -> None:
+    assert [case.id for case in ROUTER_CASES] == sorted(ROUTER_MUTANTS.by_case)
+
+
+@pytest.mark.parametrize(("case_id", "mutant"), ROUTER_MUTANTS.params())
+async def test_a_planted_fault_is_found(
+    case_id: str, mutant: Mutant, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answers_within(IMPATIENT_S)
+    mutant.plant(monkeypatch)
+    async with our_router(**mutant.settings) as subject:
+        result = await run_case(subject, ROUTER_CASES[case_id])
+    assert result.passed is False, f"{mutant.name} survived {case_id}"
+
+
+async def test_a_router_that_calls_others_cannot_be_judged() -> None:
+    answers_within(0.3)
+    async with (
+        open_instances(*ANY_PORT) as mine,
+        open_instances(*ANY_PORT) as others,
+        router_server(others) as router,
+    ):
+        with pytest.raises(Broken, match=f"--prefill {mine.p.endpoint} --decode"):
+            async with open_router(router.endpoint, mine):
+                pass
