@@ -13,7 +13,15 @@ import grpc.aio
 from google.protobuf.message import Message
 from google.rpc import status_pb2
 
-from pd_grpc.conformance.case import Broken, broken, expect, expect_equal, show, within
+from pd_grpc.conformance.case import (
+    Broken,
+    NotApplicable,
+    broken,
+    expect,
+    expect_equal,
+    show,
+    within,
+)
 from pd_grpc.conformance.transcript import Transcript
 from pd_grpc.protocol.faults import STATUS_TABLE, Code, Fault, Reason, TransportFault
 from pd_grpc.protocol.rpc import read_error
@@ -29,6 +37,18 @@ async def answer(call: Awaitable[M], what: str, seconds: float | None = None) ->
         return await within(seconds, call, what)
     except grpc.RpcError as error:
         broken(what, read_error(error))
+
+
+async def if_served(call: Awaitable[M], what: str) -> M:
+    """The answer of a unary call of a service that a subject may do without. NotApplicable when it
+    does; Broken when the call fails or takes too long."""
+    try:
+        return await within(None, call, what)
+    except grpc.RpcError as error:
+        fault = read_error(error)
+        if isinstance(fault, TransportFault) and fault.code is Code.UNIMPLEMENTED:
+            raise NotApplicable(f"{what} is not served") from None
+        broken(what, fault)
 
 
 async def refusal(

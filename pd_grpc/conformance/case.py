@@ -138,8 +138,8 @@ def show(value: object) -> str:
     """A value as an explanation has it: messages in protobuf's text form, in one line."""
     if isinstance(value, Message):
         return f"{value.DESCRIPTOR.name} {{ {message_text(value)} }}"
-    if isinstance(value, str):
-        return value
+    if isinstance(value, str | Exception):
+        return str(value)
     return repr(value)
 
 

@@ -39,6 +39,10 @@ class Transcript:
         """The last messages."""
         return self._lines[-lines:]
 
+    def quote(self, other: Transcript) -> None:
+        """Take over what was said elsewhere, for a case that goes by it."""
+        self._lines[:] = other.tail(KEPT)
+
     def channel(self, channel: grpc.aio.Channel) -> Any:
         """A channel to the subject whose every message is written down."""
         return _RecordedChannel(channel, self)

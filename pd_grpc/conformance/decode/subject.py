@@ -80,6 +80,11 @@ class DecodeSubject:
         self.layout = layout_from_proto(watch.welcome.layout)
         self.rule = KvRule(self.layout)
         self.total_blocks = total_blocks
+        self.leaving = False
+        """Whether it was asked to drain; it may then go as soon as nothing is left."""
+        self.drained: dict[str, Exception | None] = {}
+        """What the one drain has shown: why a rule is broken, None where it is kept."""
+        self.drain_transcript: Transcript | None = None
         self._watch = watch
         self._settled = True
 
@@ -113,7 +118,14 @@ class DecodeSubject:
 
     async def settled(self) -> None:
         """Broken when a block has not come back, or a request still waits, after the longest time
-        that D announced for anything to end by itself."""
+        that D announced for anything to end by itself. One that was drained may be gone."""
+        try:
+            await self._all_back()
+        except Broken:
+            if not (self.leaving and self._watch.session.is_over):
+                raise
+
+    async def _all_back(self) -> None:
         t = self.times
         limit = answer_s() + max(t.lease, t.grace, t.kv_progress, t.first_token, t.attach)
         until = time.monotonic() + limit

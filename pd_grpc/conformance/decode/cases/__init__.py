@@ -5,10 +5,12 @@ tombstones, 6xx client legs, 7xx reserved features, 8xx unknown fields and sizes
 """
 
 from pd_grpc.conformance.decode.cases import (
+    admin,
     allocate,
     allocate_attempts,
     answers,
     broken,
+    drain,
     ends,
     epochs,
     features,
@@ -30,10 +32,12 @@ from pd_grpc.conformance.decode.cases.registry import DECODE_CASES
 
 __all__ = [
     "DECODE_CASES",
+    "admin",
     "allocate",
     "allocate_attempts",
     "answers",
     "broken",
+    "drain",
     "ends",
     "epochs",
     "features",
