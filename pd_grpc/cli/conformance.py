@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,23 +19,42 @@ from pd_grpc.conformance.case import Broken, Case, Cases, answers_within
 from pd_grpc.conformance.decode import DECODE_CASES, open_decode
 from pd_grpc.conformance.prefill import PREFILL_CASES, open_prefill
 from pd_grpc.conformance.report import as_object, as_table, explained
+from pd_grpc.conformance.router import ROUTER_CASES, open_instances, open_router
 from pd_grpc.conformance.run import Result, run_cases
-from pd_grpc.protocol.endpoints import check_endpoint
+from pd_grpc.protocol.endpoints import PortInUse, check_endpoint
 from pd_grpc.protocol.rpc import read_error
 
 
 @dataclass(frozen=True)
+class _Places:
+    """Where a subject finds the kit: the host at which a P finds its Ds, and the endpoints of the
+    instances behind a router."""
+
+    host: str
+    prefill: str
+    decode: str
+    alternate: str
+
+
+@contextlib.asynccontextmanager
+async def _meet_router(endpoint: str, places: _Places) -> AsyncIterator[Any]:
+    behind = (places.prefill, places.decode, places.alternate)
+    async with open_instances(*behind) as instances, open_router(endpoint, instances) as subject:
+        yield subject
+
+
+@dataclass(frozen=True)
 class _Role:
-    """What can be judged: its cases, and how to meet a subject at an endpoint, with an address to
-    listen on where the subject has to call the kit."""
+    """What can be judged: its cases, and how to meet a subject at an endpoint."""
 
     cases: Cases[Any]
-    meet: Callable[[str, str], AbstractAsyncContextManager[Any]]
+    meet: Callable[[str, _Places], AbstractAsyncContextManager[Any]]
 
 
 _ROLES = {
-    "decode": _Role(DECODE_CASES, lambda endpoint, listen: open_decode(endpoint)),
-    "prefill": _Role(PREFILL_CASES, open_prefill),
+    "decode": _Role(DECODE_CASES, lambda endpoint, places: open_decode(endpoint)),
+    "prefill": _Role(PREFILL_CASES, lambda endpoint, places: open_prefill(endpoint, places.host)),
+    "router": _Role(ROUTER_CASES, _meet_router),
 }
 
 
@@ -51,6 +71,27 @@ def conformance(
             metavar="HOST", help="Address of this machine at which the subject reaches the kit."
         ),
     ] = "127.0.0.1",
+    router: Annotated[
+        str,
+        typer.Option(
+            metavar="H:P",
+            help="A router to judge, started with the next three as its only instances.",
+        ),
+    ] = "",
+    as_prefill: Annotated[
+        str, typer.Option(metavar="H:P", help="Where the kit is the P behind the router.")
+    ] = "127.0.0.1:50071",
+    as_decode: Annotated[
+        str, typer.Option(metavar="H:P", help="Where the kit is the D behind the router.")
+    ] = "127.0.0.1:50072",
+    as_alternate: Annotated[
+        str,
+        typer.Option(
+            metavar="H:P",
+            help="Where the kit is another D behind the router; empty for none, and no cases of "
+            "Placing.",
+        ),
+    ] = "127.0.0.1:50073",
     json_file: Annotated[
         Path | None, typer.Option("--json", metavar="FILE", help="Write the results as JSON.")
     ] = None,
@@ -71,13 +112,22 @@ def conformance(
 
     The subject must serve nobody else meanwhile. Exits with 1 when a case fails.
     """
-    role, endpoint = _subject({"decode": decode, "prefill": prefill})
+    role, endpoint = _subject({"decode": decode, "prefill": prefill, "router": router})
+    places = _Places(
+        listen,
+        _endpoint("--as-prefill", as_prefill),
+        _endpoint("--as-decode", as_decode),
+        _endpoint("--as-alternate", as_alternate) if as_alternate else "",
+    )
     cases = _chosen(_ROLES[role].cases, only or ())
     answers_within(answer_s)
     try:
-        subject, results = asyncio.run(_judge(role, endpoint, listen, cases))
+        subject, results = asyncio.run(_judge(role, endpoint, places, cases))
     except Broken as why:
         say_error(f"{endpoint} cannot be judged: {why}")
+        raise typer.Exit(EXIT_FAILED) from why
+    except PortInUse as why:
+        say_error(str(why))
         raise typer.Exit(EXIT_FAILED) from why
     except grpc.RpcError as error:
         say_error(describe(read_error(error), endpoint))
@@ -94,9 +144,9 @@ def conformance(
 
 
 async def _judge(
-    role: str, endpoint: str, listen: str, cases: Sequence[Case[Any]]
+    role: str, endpoint: str, places: _Places, cases: Sequence[Case[Any]]
 ) -> tuple[dict[str, Any], list[Result]]:
-    async with _ROLES[role].meet(endpoint, listen) as subject:
+    async with _ROLES[role].meet(endpoint, places) as subject:
         results = await run_cases(subject, cases, _tell)
         about = {
             "role": role,
@@ -129,10 +179,14 @@ def _subject(endpoints: dict[str, str]) -> tuple[str, str]:
     if len(given) != 1:
         refuse(f"give exactly one of {options}")
     (role,) = given
+    return role, _endpoint(f"--{role}", endpoints[role])
+
+
+def _endpoint(option: str, value: str) -> str:
     try:
-        return role, check_endpoint(endpoints[role])
+        return check_endpoint(value)
     except ValueError as error:
-        refuse(f"--{role} {error}")
+        refuse(f"{option} {error}")
 
 
 def _summary(results: Sequence[Result]) -> str:

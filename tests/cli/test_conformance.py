@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import json
+import socket
 import sys
 from pathlib import Path
 
 import pytest
 
 from tests.conformance.mutants.decode.sessions import welcome_without_a_session_id
-from tests.conformance.subjects import decode_server, prefill_server
+from tests.conformance.subjects import decode_server, prefill_server, router_server
 
 COMMAND = (sys.executable, "-m", "pd_grpc.cli.main", "conformance")
 
@@ -43,6 +44,47 @@ async def test_a_prefill_that_passes() -> None:
     assert "9 passed, 0 failed" in output
 
 
+def free_endpoint() -> str:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return f"127.0.0.1:{probe.getsockname()[1]}"
+
+
+async def test_a_router_that_passes() -> None:
+    prefill, decode, alternate = behind = [free_endpoint() for _ in range(3)]
+    options = ("--as-prefill", prefill, "--as-decode", decode, "--as-alternate", alternate)
+    async with router_server(*behind) as router:
+        code, output = await run("--router", router.endpoint, *options, "--only", "R20")
+    assert code == 0, output
+    assert "8 passed, 0 failed" in output
+
+
+async def test_a_router_without_an_alternate_is_judged_by_the_other_cases() -> None:
+    prefill, decode = behind = [free_endpoint() for _ in range(2)]
+    options = ("--as-prefill", prefill, "--as-decode", decode, "--as-alternate", "")
+    async with router_server(*behind) as router:
+        code, output = await run("--router", router.endpoint, *options, "--only", "R20")
+    assert code == 0, output
+    assert "5 passed, 0 failed, 3 do not apply" in output
+
+
+async def test_a_router_that_does_not_call_the_kit_is_told_how_to_be_started() -> None:
+    prefill, decode = free_endpoint(), free_endpoint()
+    options = ("--as-prefill", prefill, "--as-decode", decode, "--as-alternate", "")
+    async with router_server(free_endpoint(), free_endpoint()) as router:
+        code, output = await run("--router", router.endpoint, *options, "--answer-s", "0.5")
+    assert code == 1
+    assert f"pd-grpc serve router --prefill {prefill} --decode {decode}" in " ".join(output.split())
+
+
+async def test_a_place_for_the_kit_that_is_taken() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        endpoint = f"127.0.0.1:{taken.getsockname()[1]}"
+        code, output = await run("--router", "127.0.0.1:9", "--as-prefill", endpoint)
+    assert code == 1 and f"cannot listen on {endpoint}" in " ".join(output.split())
+
+
 async def test_a_failure_is_explained_by_the_messages_exchanged(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -65,10 +107,11 @@ async def test_nobody_there() -> None:
 @pytest.mark.parametrize(
     ("arguments", "named"),
     [
-        ([], "--decode, --prefill"),
+        ([], "--decode, --prefill, --router"),
         (["--decode", "127.0.0.1:9", "--prefill", "127.0.0.1:9"], "exactly one"),
         (["--prefill", "nowhere"], "--prefill"),
         (["--decode", "nowhere"], "--decode"),
+        (["--router", "127.0.0.1:9", "--as-decode", "nowhere"], "--as-decode"),
         (["--decode", "127.0.0.1:9", "--only", "D999"], "D999"),
     ],
 )

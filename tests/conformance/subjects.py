@@ -7,7 +7,6 @@ import contextlib
 from collections.abc import AsyncIterator
 from typing import Any
 
-from pd_grpc.conformance.router.instance import Instances
 from pd_grpc.decode.server import DecodeServer, start_decode
 from pd_grpc.engine.sim import SimEngine
 from pd_grpc.engine.sim_tokenizer import SimTokenizer
@@ -71,14 +70,15 @@ async def prefill_server(**settings: Any) -> AsyncIterator[PrefillServer]:
 
 
 @contextlib.asynccontextmanager
-async def router_server(instances: Instances, **settings: Any) -> AsyncIterator[RouterServer]:
-    """A running router with the kit's instances behind it, which leaves when it has drained."""
-    decodes = (i.endpoint for i in (instances.d, instances.alternate) if i is not None)
+async def router_server(
+    prefill: str, *decodes: str, **settings: Any
+) -> AsyncIterator[RouterServer]:
+    """A running router before instances at these endpoints, which leaves when it has drained."""
     config = RouterConfig(
         **{
             "name": "r",
-            "prefill": (instances.p.endpoint,),
-            "decode": tuple(decodes),
+            "prefill": (prefill,),
+            "decode": decodes,
             "grace_s": 0.3,
             "settle_s": 0.2,
             **settings,

@@ -26,7 +26,7 @@ ANY_PORT = ("127.0.0.1:0",) * 3
 async def our_router(**settings: Any) -> AsyncIterator[RouterSubject]:
     async with (
         open_instances(*ANY_PORT) as instances,
-        router_server(instances, **settings) as router,
+        router_server(*instances.endpoints, **settings) as router,
         open_router(router.endpoint, instances) as subject,
     ):
         yield subject
@@ -60,7 +60,7 @@ async def test_a_router_that_calls_others_cannot_be_judged() -> None:
     async with (
         open_instances(*ANY_PORT) as mine,
         open_instances(*ANY_PORT) as others,
-        router_server(others) as router,
+        router_server(*others.endpoints) as router,
     ):
         with pytest.raises(Broken, match=f"--prefill {mine.p.endpoint} --decode"):
             async with open_router(router.endpoint, mine):

@@ -11,10 +11,11 @@ import pytest
 from pd_grpc.conformance.case import Case
 from pd_grpc.conformance.decode import DECODE_CASES
 from pd_grpc.conformance.prefill import PREFILL_CASES
+from pd_grpc.conformance.router import ROUTER_CASES
 from pd_grpc.protocol.faults import STATUS_TABLE
 
 PROTOS = Path(__file__).parents[2] / "protos" / "pd_grpc" / "v1"
-CASES: list[Case[Any]] = [*DECODE_CASES, *PREFILL_CASES]
+CASES: list[Case[Any]] = [*DECODE_CASES, *PREFILL_CASES, *ROUTER_CASES]
 
 
 def reference() -> str:

@@ -199,6 +199,11 @@ class Instances:
         """Every one."""
         return [self.p, self.d, *([self.alternate] if self.alternate else [])]
 
+    @property
+    def endpoints(self) -> list[str]:
+        """Theirs: P's first, then the Ds'."""
+        return [instance.endpoint for instance in self.all]
+
     def follow(self, transcript: Transcript) -> None:
         """Write down what is said from now on there."""
         for instance in self.all:

@@ -52,6 +52,7 @@ class RouterSubject:
         self.endpoint = endpoint
         self.instances = instances
         self.info = inference_pb2.GetModelInfoResponse()
+        self.instance = types_pb2.Instance()
         self.drained = False
         """A drain is for ever: what is behind the router no longer matters."""
 
@@ -81,12 +82,19 @@ class RouterSubject:
                 await self._undo()
 
     async def meet(self) -> None:
-        """Wait until it routes to the kit's instances, and read what it serves. Broken."""
+        """Wait until it routes to the kit's instances, and read who it is and what it serves.
+        Broken."""
         await self.routes_to(self.instances.d)
         async with grpc.aio.insecure_channel(self.endpoint, options=CHANNEL_OPTIONS) as channel:
             stub = inference_pb2_grpc.InferenceServiceStub(channel)
             request = inference_pb2.GetModelInfoRequest()
             self.info = await answer(stub.GetModelInfo(request, timeout=answer_s()), "GetModelInfo")
+            admin = admin_pb2_grpc.AdminServiceStub(channel)
+            who = admin_pb2.GetServerInfoRequest()
+            found: admin_pb2.GetServerInfoResponse = await answer(
+                admin.GetServerInfo(who, timeout=answer_s()), "GetServerInfo"
+            )
+            self.instance.CopyFrom(found.server.instance)
 
     async def routes_to(self, *decodes: KitInstance) -> None:
         """Wait until the router sends a request to P with exactly these Ds. Broken when it does
@@ -162,9 +170,9 @@ async def open_router(endpoint: str, instances: Instances) -> AsyncIterator[Rout
     try:
         await subject.meet()
     except Broken as why:
-        decodes = [d.endpoint for d in instances.all if d is not instances.p]
-        command = f"pd-grpc serve router --prefill {instances.p.endpoint} "
-        command += " ".join(f"--decode {d}" for d in decodes)
+        prefill, *decodes = instances.endpoints
+        command = f"pd-grpc serve router --prefill {prefill} "
+        command += " ".join(f"--decode {endpoint}" for endpoint in decodes)
         raise Broken(f"{why}; is it started so, or alike: {command}") from None
     yield subject
 
