@@ -140,6 +140,8 @@ def show(value: object) -> str:
         return f"{value.DESCRIPTOR.name} {{ {message_text(value)} }}"
     if isinstance(value, str | Exception):
         return str(value)
+    if isinstance(value, list):
+        return f"[{', '.join(show(item) for item in value)}]"
     return repr(value)
 
 
