@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import grpc.aio
 from google.protobuf.message import Message
 
-from pd_grpc.conformance.case import broken, within
+from pd_grpc.conformance.case import broken, expect_equal, within
 from pd_grpc.conformance.prefill.grant import Grant, block_ranges
 from pd_grpc.conformance.prefill.session import Session
 from pd_grpc.conformance.prefill.shard import Incoming, ShardService, Steps
@@ -154,9 +154,10 @@ class Decode:
             broken("an Allocate that could be granted", "one that was refused")
         return self.grants[key_of(ref)]
 
-    def stream_of(self, grant: Grant) -> list[Incoming]:
-        """The Transfers of a grant, in order."""
-        return [s for s in self.streams if s.open.grant_id == grant.grant_id]
+    def transfers(self, number: int) -> list[Incoming]:
+        """Every Transfer, in order. Broken unless there were so many."""
+        expect_equal(len(self.streams), number, "the number of Transfers")
+        return self.streams
 
     # What a case does
 

@@ -9,7 +9,7 @@ from pd_grpc.conformance.prefill.subject import Prefill
 from pd_grpc.protocol.faults import Fault, Reason, TransportFault, read_status
 from pd_grpc.v1 import decode_pb2, types_pb2
 
-BUDGET_S = 0.6
+BUDGET_S = 0.4
 """Of a request whose time runs out."""
 
 IN_TIME = (
@@ -27,7 +27,7 @@ RELEASES = (
 async def a_grant_that_d_does_not_know(p: Prefill) -> None:
     """D has lost a grant that a heartbeat lists: its caller hears LEASE_EXPIRED, the other one
     nothing."""
-    d = await p.decode()
+    d = await p.decode(Times(heartbeat=0.1, lease=0.3))
     d.kv.end.hold()
     lost, kept = p.request(), p.request()
     caller, other = p.call(lost, d), p.call(kept, d)

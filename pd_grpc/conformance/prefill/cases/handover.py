@@ -62,7 +62,8 @@ async def one_first_token(p: Prefill) -> None:
     """SendFirstToken carries one token, of sibling 0, that does not end the answer."""
     d = await p.decode()
     await p.call(p.request(), d).handed_off()
-    (said,) = d.first_token.seen
+    expect_equal(len(d.first_token.seen), 1, "the number of SendFirstTokens")
+    said = d.first_token.seen[0]
     expect_equal(len(said.tokens), 1, "the number of tokens")
     expect_equal(said.tokens[0].sibling, 0, "sibling")
     unset = types_pb2.FINISH_REASON_UNSPECIFIED
@@ -118,13 +119,12 @@ async def equal_seeds_choose_alike(p: Prefill) -> None:
 
 @case(410, HAND_OFF)
 async def no_hand_off_without_kv(p: Prefill) -> None:
-    """D has the first token and has not said that the KV is complete: no hand-off yet."""
+    """D has the first token and has not verified the KV: no hand-off yet."""
     d = await p.decode()
-    d.kv.end.hold()
+    d.kv.chunk.hold()
     caller = p.call(p.request(), d)
     await d.first_token.came("the first token")
-    await d.kv.end.came("end")
-    await caller.no_hand_off(QUIET_S, "no hand-off before completed")
+    await caller.no_hand_off(QUIET_S, "D has not verified the KV")
     d.go()
     await caller.handed_off()
 
@@ -137,7 +137,7 @@ async def no_hand_off_without_first_token(p: Prefill) -> None:
     caller = p.call(p.request(), d)
     await d.first_token.came("the first token")
     await d.kv.end.came("end")
-    await caller.no_hand_off(QUIET_S, "no hand-off before D took the first token")
+    await caller.no_hand_off(QUIET_S, "D has not taken the first token")
     d.go()
     await caller.handed_off()
 
@@ -249,7 +249,7 @@ async def timings_tell_where_the_time_went(p: Prefill) -> None:
     d.allocate.hold()
     caller = p.call(p.request(), d)
     await d.allocate.came("Allocate", 2)
-    await caller.no_hand_off(ALLOCATE_TAKES_S, "nothing more before the grant")
+    await caller.no_hand_off(ALLOCATE_TAKES_S, "D has granted nothing")
     d.go()
     timings = (await caller.handed_off()).timings
     for name in ("prepare", "allocate"):

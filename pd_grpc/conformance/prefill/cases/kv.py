@@ -23,7 +23,7 @@ async def open_names_the_grant(p: Prefill) -> None:
     request = p.request()
     await p.call(request, d).handed_off()
     grant = await d.granted(request.ref)
-    (stream,) = d.streams
+    (stream,) = d.transfers(1)
     expect_equal(stream.opens, 1, "the number of opens")
     expect_equal(stream.open.grant_id, grant.grant_id, "open.grant_id")
     expect_equal(stream.open.ref.transfer_id, request.transfer_id, "open.ref.transfer_id")
@@ -93,7 +93,7 @@ async def nothing_is_wanted(p: Prefill) -> None:
     request = p.request()
     d.cached_blocks = set(range(len(request.prompt)))
     await p.call(request, d).handed_off()
-    (stream,) = d.streams
+    (stream,) = d.transfers(1)
     expect(stream.end is not None, "end", "none")
     expect_equal(stream.chunks, [], "the chunks")
 
@@ -128,7 +128,7 @@ async def the_window_is_kept(p: Prefill) -> None:
         await caller.no_hand_off(QUIET_S, "D has acknowledged nothing")
         d.go()
         await caller.handed_off()
-        (stream,) = d.streams
+        (stream,) = d.transfers(1)
         expect(stream.excess <= window, f"at most {window} bytes unacknowledged", stream.excess)
 
 
@@ -141,7 +141,7 @@ async def a_lost_stream_is_opened_again(p: Prefill) -> None:
     d.kv.chunk.refuse(None, CONNECTION_LOST)
     request = p.request(p.block_size * 8)
     await p.call(request, d).handed_off()
-    first, second = d.streams
+    first, second = d.transfers(2)
     expect_equal(second.open.grant_id, first.open.grant_id, "the grant_id of the second open")
     expect(bool(second.listed), "something verified on the first stream", "nothing")
     listed = {(r.group, r.layer_start, r.block_start) for r in second.listed}
@@ -157,7 +157,7 @@ async def a_stream_lost_at_its_end(p: Prefill) -> None:
     d = await p.decode()
     d.kv.end.refuse(CONNECTION_LOST)
     await p.call(p.request(), d).handed_off()
-    _, second = d.streams
+    _, second = d.transfers(2)
     expect_equal(second.end, transfer_pb2.TransferEnd(), "the end of the second stream")
 
 
@@ -196,7 +196,7 @@ async def corrupt_kv_reaches_the_caller(p: Prefill) -> None:
     d = await p.decode()
     d.kv.chunk.refuse(Fault(Reason.KV_CORRUPT, "the checksum is wrong", {"layers": "0..1"}))
     await p.call(p.request(), d).fails(Reason.KV_CORRUPT, "D found KV corrupt")
-    expect_equal(len(d.streams), 1, "the number of Transfers")
+    d.transfers(1)
 
 
 @case(314, "P ends a transfer whose shard is silent for longer.")
@@ -231,7 +231,7 @@ async def a_refusal_at_open(p: Prefill) -> None:
     d = await p.decode()
     d.kv.open.refuse(Fault(Reason.STALE_EPOCH, "another process"))
     await p.call(p.request(), d).fails(Reason.STALE_EPOCH, "the shard refused open")
-    expect_equal(len(d.streams), 1, "the number of Transfers")
+    d.transfers(1)
 
 
 def _places(stream: Incoming) -> set[tuple[int, int, int]]:

@@ -8,7 +8,7 @@ from google.rpc import error_details_pb2, status_pb2
 
 from pd_grpc.conformance.case import answer_s, expect, expect_equal
 from pd_grpc.conformance.prefill.cases.registry import PREFILL_CASES as case
-from pd_grpc.conformance.prefill.decode import CONNECTION_LOST
+from pd_grpc.conformance.prefill.decode import CONNECTION_LOST, Times
 from pd_grpc.conformance.prefill.subject import Prefill
 from pd_grpc.protocol.faults import STATUS_TABLE, Code, Fault, Quota, Reason, TransportFault
 from pd_grpc.protocol.messages import duration
@@ -186,7 +186,7 @@ async def nobody_listens(p: Prefill) -> None:
 async def a_decode_that_drains(p: Prefill) -> None:
     """D has said that it drains: it is asked no more, a request that names it alone hears DRAINING
     and one with an alternate is handed over there."""
-    first, second = await p.decode(), await p.decode()
+    first, second = await p.decode(Times(heartbeat=0.1, lease=0.3)), await p.decode()
     await p.call(p.request(), first).handed_off()
     beats = len(first.session.heartbeats)
     first.session.say(drain=decode_pb2.Drain(deadline=duration(30)))

@@ -230,14 +230,14 @@ async def a_smaller_attempt(p: Prefill) -> None:
     request = p.request(attempt=3)
     newest = p.call(request, d)
     await d.kv.end.came("end")
-    older = p.request(transfer_id=request.transfer_id, attempt=2)
-    fault = await p.call(older, d).fails(Reason.STALE_ATTEMPT, "attempt 3 is in flight")
+    older, other = p.request(transfer_id=request.transfer_id, attempt=2), await p.decode()
+    fault = await p.call(older, other).fails(Reason.STALE_ATTEMPT, "attempt 3 is in flight")
     _both_attempts(fault.metadata, "2", "3")
     d.go()
     await newest.handed_off()
-    fault = await p.call(older, d).fails(Reason.STALE_ATTEMPT, "attempt 3 is remembered")
+    fault = await p.call(older, other).fails(Reason.STALE_ATTEMPT, "attempt 3 is remembered")
     _both_attempts(fault.metadata, "2", "3")
-    expect_equal(len(d.allocate.seen), 1, "the number of Allocates")
+    expect_equal(other.hello.seen, [], "the sessions with the D that it named")
 
 
 @case(723, "ABORTED with RELEASED when it has ended here and is remembered,")

@@ -51,11 +51,7 @@ async def hello_offers_its_layout(p: Prefill) -> None:
 async def one_session_for_all(p: Prefill) -> None:
     """Four requests at once for one D share a session."""
     d = await p.decode()
-    d.allocate.hold()
-    callers = [p.call(p.request(), d) for _ in range(4)]
-    await d.allocate.came("four Allocates", 4)
-    d.go()
-    for caller in callers:
+    for caller in [p.call(p.request(), d) for _ in range(4)]:
         await caller.handed_off()
     expect_equal(len(d.hello.seen), 1, "the number of sessions")
 
@@ -287,7 +283,7 @@ async def goodbye_of_a_decode(p: Prefill) -> None:
 )
 async def unknown_session_messages(p: Prefill) -> None:
     """Messages of a later version on the session and in Transfer change nothing."""
-    d = await p.decode()
+    d = await p.decode(QUICK)
     d.kv.chunk.hold()
     request = p.request()
     caller = p.call(request, d)

@@ -15,7 +15,8 @@ from pd_grpc.prefill.sessions import DecodeSession
 from pd_grpc.protocol.faults import Code, TransportFault
 from pd_grpc.transport import inline_sender
 from pd_grpc.transport.base import LayerRun
-from pd_grpc.transport.inline_sender import InlineTransport
+from pd_grpc.transport.inline_sender import InlineStream, InlineTransport
+from pd_grpc.v1 import transfer_pb2
 from tests.conformance.mutants.prefill.registry import PREFILL_MUTANTS as mutant
 
 
@@ -32,13 +33,15 @@ def open_names_no_grant(patch: pytest.MonkeyPatch) -> None:
 
 @mutant("P302")
 def opened_is_not_waited_for(patch: pytest.MonkeyPatch) -> None:
-    right = TransferSender.opening
+    right = InlineStream._send
 
-    def wrong(self, now):  # type: ignore[no-untyped-def]
-        right(self, now)
-        self._open, self._window_bytes = True, 1 << 20
+    async def wrong(self, message):  # type: ignore[no-untyped-def]
+        sent = await right(self, message)
+        if isinstance(message, transfer_pb2.TransferRequest) and message.HasField("open"):
+            self._listener.opened([], 1 << 20)
+        return sent
 
-    patch.setattr(TransferSender, "opening", wrong)
+    patch.setattr(InlineStream, "_send", wrong)
 
 
 @mutant("P303")
