@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from pd_grpc.conformance.calls import refusal
-from pd_grpc.conformance.case import Broken
+from pd_grpc.conformance.case import Broken, eventually, expect_equal
 from pd_grpc.conformance.decode.client import ClientLeg
 from pd_grpc.conformance.decode.prefill import Prefill
 from pd_grpc.conformance.decode.subject import Decode
@@ -14,6 +14,13 @@ from pd_grpc.conformance.decode.transfer import Transfer
 from pd_grpc.conformance.request import Request, replaced
 from pd_grpc.protocol.faults import Fault, Reason
 from pd_grpc.v1 import decode_pb2, transfer_pb2, types_pb2
+
+LIVE = (
+    types_pb2.TRANSFER_STATE_READY,
+    types_pb2.TRANSFER_STATE_DECODING,
+    types_pb2.TRANSFER_STATE_PREEMPTED,
+)
+"""States of a transfer that was handed off and has not ended."""
 
 
 @dataclass
@@ -75,6 +82,17 @@ class HandOver:
         """The client's leg, which had not come yet."""
         self.client = self.d.generate(self.request, **fields)
         return self.client
+
+    async def ends_as(self, state: types_pb2.TransferState, limit_s: float | None = None) -> None:
+        """Wait until it, which was handed off, has come to this end. Release asks for the state and
+        changes nothing any more."""
+
+        async def look() -> types_pb2.TransferState:
+            return await self.p.release(self.request)
+
+        what = "the end of the transfer"
+        seen = await eventually(look, lambda seen: seen not in LIVE, what, limit_s)
+        expect_equal(seen, state, "the state")
 
     async def answers(self) -> None:
         """The client is shown the right answer to its end."""

@@ -1,0 +1,131 @@
+"""D62x and D63x: a client leaves, or its time is over, at each stage of the hand-over."""
+
+from __future__ import annotations
+
+from pd_grpc.conformance.calls import check_metadata, refusal
+from pd_grpc.conformance.case import expect_equal
+from pd_grpc.conformance.decode import pool
+from pd_grpc.conformance.decode.cases.registry import DECODE_CASES as case
+from pd_grpc.conformance.decode.handover import HandOver, granted
+from pd_grpc.conformance.decode.subject import Decode
+from pd_grpc.protocol.faults import Code, Reason
+from pd_grpc.v1 import types_pb2
+
+GONE = "A client leg that ends before hand-off ends the transfer with CLIENT_GONE, and P is told"
+TOLD = "by the answer to an Allocate that waits, otherwise by transfer_ended."
+STAGES = (
+    "on D prefill (its client waits for P), allocate, transfer, first_token, attach or decode; read"
+)
+DEADLINE_S = 0.6
+
+
+@case(620, GONE)
+async def while_p_is_expected(d: Decode) -> None:
+    """The client leaves before P has asked; the Allocate that comes late is refused."""
+    p = await d.prefill()
+    request = d.request()
+    leg = d.generate(request)
+    await d.arrived()
+    await leg.leave()
+    await d.arrived()
+    await p.allocate_refused(request, Reason.RELEASED, "the client has left")
+
+
+@case(621, TOLD)
+async def while_it_waits_for_blocks(d: Decode) -> None:
+    """The client leaves while the Allocate waits, which is answered by CLIENT_GONE."""
+    p = await d.prefill()
+    await pool.fill(d, p)
+    request = d.request()
+    leg = d.generate(request)
+    await d.arrived()
+    waiting = await pool.wait_in_queue(p, request, 0)
+    await leg.leave()
+    await refusal(waiting, Reason.CLIENT_GONE, "the client has left")
+    await pool.queued(p, 0)
+
+
+@case(622, TOLD)
+async def while_it_is_reserved(d: Decode) -> None:
+    """The client leaves when blocks are granted; P hears of it on its session."""
+    h = await granted(d)
+    await d.arrived()
+    await h.leg.leave()
+    await _told(h)
+
+
+@case(623, TOLD)
+async def while_the_kv_comes(d: Decode) -> None:
+    """The client leaves while KV comes in; P hears of it on its session too."""
+    h = await granted(d)
+    transfer = await h.receiving()
+    await transfer.send_all(h.kv()[:1])
+    await h.leg.leave()
+    await _told(h)
+    await transfer.refused(Reason.CLIENT_GONE, "the client has left")
+
+
+@case(624, TOLD)
+async def while_the_first_token_is_awaited(d: Decode) -> None:
+    """The client leaves when all KV is there and no first token is."""
+    h = await granted(d)
+    await h.send_kv()
+    await h.leg.leave()
+    await _told(h)
+
+
+@case(625, "the client's stream holds it.")
+async def while_it_decodes(d: Decode) -> None:
+    """The client leaves in the middle of a long answer, which ends without being finished."""
+    request = d.request()
+    room = d.subject.total_blocks * d.block_size
+    request.sampling.max_tokens = min(room, d.subject.info.max_model_len) - len(request.tokens)
+    request.sampling.ignore_eos = True
+    h = await granted(d, request)
+    await h.first_token(h.any_token)
+    await h.send_kv()
+    await h.leg.next()
+    await h.leg.next()
+    await h.leg.leave()
+    await h.ends_as(types_pb2.TRANSFER_STATE_RELEASED)
+
+
+@case(630, "Each hop answers 100 ms before its budget ends")
+async def time_is_over_while_p_is_expected(d: Decode) -> None:
+    """No P ever asks; the client hears of the stage before its own timer fires."""
+    leg = d.generate(d.request(), timeout_s=DEADLINE_S)
+    fault = await leg.fails(Reason.STAGE_DEADLINE, "the client's time is nearly over")
+    check_metadata(fault, stage="prefill")
+
+
+@case(631, STAGES)
+async def time_is_over_while_it_waits_for_blocks(d: Decode) -> None:
+    """The client's time ends while the Allocate waits: both hear of the stage."""
+    p = await d.prefill()
+    await pool.fill(d, p)
+    request = d.request()
+    leg = d.generate(request, timeout_s=DEADLINE_S)
+    await d.arrived()
+    waiting = await pool.wait_in_queue(p, request, 0)
+    fault = await leg.fails(Reason.STAGE_DEADLINE, "the client's time is nearly over")
+    check_metadata(fault, stage="allocate")
+    check_metadata(await refusal(waiting, Reason.STAGE_DEADLINE, "no time"), stage="allocate")
+
+
+@case(632, "The client's deadline is the request's budget and only shrinks.")
+async def a_client_shortens_the_budget(d: Decode) -> None:
+    """P's budget is long, and the client who comes later has little time: both hear of it."""
+    p = await d.prefill()
+    request = d.request()
+    h = HandOver(d, p, request, await p.allocate(request), None)
+    h.client_comes(timeout_s=DEADLINE_S)
+    fault = await h.leg.fails(Reason.STAGE_DEADLINE, "the client's time is nearly over")
+    check_metadata(fault, stage="transfer")
+    ended = await p.told_of(request, "transfer_ended, for the client's time is over")
+    expect_equal(ended.status.code, int(Code.DEADLINE_EXCEEDED), "status.code")
+
+
+async def _told(h: HandOver) -> None:
+    ended = await h.p.told_of(h.request, "transfer_ended, for the client has left")
+    expect_equal(ended.status.code, int(Code.CANCELLED), "status.code")
+    expect_equal(ended.state, types_pb2.TRANSFER_STATE_RELEASED, "state")
