@@ -135,7 +135,7 @@ async def more_shards_than_one(d: Decode) -> None:
     await _shards_refused(d, [one, one], "shards")
     for kind in ("tp", "pp", "cp", "dp"):
         for field, value in ((f"{kind}_rank", 1), (f"{kind}_size", 2)):
-            await _shards_refused(d, [layout_pb2.Shard(**{field: value})], field)
+            await _shards_refused(d, [_shard(field, value)], field)
     whole = layout_pb2.Shard(tp_size=1, pp_size=1, cp_size=1, dp_size=1)
     await d.new_prefill().join(shards=[whole])
 
@@ -149,7 +149,7 @@ async def a_shard_of_some_layers(d: Decode) -> None:
     part |= {"layer_count": layers - 1} if layers > 1 else {}
     part |= {"head_count": heads - 1} if heads > 1 else {}
     for field, value in part.items():
-        await _shards_refused(d, [layout_pb2.Shard(**{field: value})], field)
+        await _shards_refused(d, [_shard(field, value)], field)
     whole = layout_pb2.Shard(layer_count=layers, head_count=heads)
     await d.new_prefill().join(shards=[whole])
 
@@ -193,6 +193,12 @@ async def _differs(
 def _last(fault: Fault) -> str:
     path = fault.metadata.get("field", "")
     return path.rsplit(".", 1)[-1]
+
+
+def _shard(field: str, value: int) -> layout_pb2.Shard:
+    shard = layout_pb2.Shard()
+    setattr(shard, field, value)
+    return shard
 
 
 async def _shards_refused(d: Decode, shards: list[layout_pb2.Shard], field: str) -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 
 from pd_grpc.decode import checks, prefill_desk
@@ -15,7 +18,7 @@ from pd_grpc.v1 import decode_pb2
 from tests.conformance.mutants.decode.registry import DECODE_MUTANTS as mutant
 
 
-def _answer(patch, change):  # type: ignore[no-untyped-def]
+def _answer(patch: pytest.MonkeyPatch, change: Callable[[Any], object]) -> None:
     """Change every grant before it is sent."""
     right = PrefillDesk._cache_info
 
@@ -27,9 +30,9 @@ def _answer(patch, change):  # type: ignore[no-untyped-def]
     patch.setattr(PrefillDesk, "_cache_info", cache_info)
 
 
-def _request(patch, change):  # type: ignore[no-untyped-def]
+def _request(patch: pytest.MonkeyPatch, change: Callable[[Any], object]) -> None:
     """Change every Allocate before it is checked."""
-    right = prefill_desk.check_allocate
+    right = checks.check_allocate
 
     def check(request, limits, negotiated):  # type: ignore[no-untyped-def]
         changed = decode_pb2.AllocateRequest()
@@ -87,7 +90,7 @@ def a_grant_without_shards(patch: pytest.MonkeyPatch) -> None:
 
 @mutant("D203")
 def no_epoch_is_any_epoch(patch: pytest.MonkeyPatch) -> None:
-    right = prefill_desk.check_ref
+    right = checks.check_ref
     patch.setattr(prefill_desk, "check_ref", lambda ref, here, any_epoch: right(ref, here, True))
 
 
@@ -104,7 +107,7 @@ def a_transfer_id_of_128_is_too_long(patch: pytest.MonkeyPatch) -> None:
 
 @mutant("D205")
 def attempts_count_from_zero(patch: pytest.MonkeyPatch) -> None:
-    right = checks.ref_errors
+    right = refs.ref_errors
     patch.setattr(
         checks, "ref_errors", lambda ref: [e for e in right(ref) if e.field != "ref.attempt"]
     )
@@ -132,7 +135,7 @@ def any_request_id(patch: pytest.MonkeyPatch) -> None:
 
 @mutant("D209")
 def a_request_id_is_a_key(patch: pytest.MonkeyPatch) -> None:
-    right = prefill_desk.check_allocate
+    right = checks.check_allocate
     seen: set[str] = set()
 
     def check(request, limits, negotiated):  # type: ignore[no-untyped-def]

@@ -6,6 +6,7 @@ import pytest
 
 from pd_grpc.decode.ledger import Ledger
 from pd_grpc.decode.prefill_desk import PrefillDesk
+from pd_grpc.decode.transfer import Owner
 from pd_grpc.protocol.faults import Fault, Reason
 from pd_grpc.protocol.tombstones import Tombstones
 from tests.conformance.mutants.decode.registry import DECODE_MUTANTS as mutant
@@ -25,7 +26,7 @@ def attempts_live_side_by_side(patch: pytest.MonkeyPatch) -> None:
 @mutant("D231")
 def a_transfer_stays_with_its_prefill(patch: pytest.MonkeyPatch) -> None:
     right = Ledger.create
-    asking = []
+    asking: list[Owner] = []
 
     def allocate(self, call, request):  # type: ignore[no-untyped-def]
         asking[:] = [self._ledger.sessions.of_call(request.session_id).owner]

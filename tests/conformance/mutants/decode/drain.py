@@ -45,7 +45,7 @@ def whoever_waits_waits_on(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(PrefillDesk, "drain", lambda self: None)
 
 
-def _unaware(patch, desk, rule):  # type: ignore[no-untyped-def]
+def _unaware(patch: pytest.MonkeyPatch, desk: type, rule: str) -> None:
     """One rule of a desk does not see that D drains."""
     right = getattr(desk, rule)
 

@@ -42,7 +42,7 @@ def penalties_are_ignored(patch: pytest.MonkeyPatch) -> None:
 
 @mutant("D701")
 def a_feature_is_a_malformed_field(patch: pytest.MonkeyPatch) -> None:
-    right = prefill_desk.check_allocate
+    right = checks.check_allocate
 
     def check(request, limits, negotiated):  # type: ignore[no-untyped-def]
         try:
@@ -57,7 +57,7 @@ def a_feature_is_a_malformed_field(patch: pytest.MonkeyPatch) -> None:
 
 @mutant("D702", "D703")
 def local_requests_are_not_looked_at(patch: pytest.MonkeyPatch) -> None:
-    right = client_desk.check_generate
+    right = checks.check_generate
 
     def check(request, limits):  # type: ignore[no-untyped-def]
         if not request.HasField("handoff"):

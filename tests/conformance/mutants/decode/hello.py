@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 
 from pd_grpc.decode import sessions
 from pd_grpc.decode.sessions import Sessions
-from pd_grpc.protocol.faults import Fault, Reason
+from pd_grpc.protocol.faults import Fault, Reason, bad_request
 from pd_grpc.protocol.sampling import FieldError
 from pd_grpc.v1 import layout_pb2, types_pb2
 from tests.conformance.mutants.decode.registry import DECODE_MUTANTS as mutant
@@ -57,19 +60,19 @@ def no_layout_is_ours(patch: pytest.MonkeyPatch) -> None:
 
 @mutant("D125")
 def the_first_wrong_field_is_enough(patch: pytest.MonkeyPatch) -> None:
-    right = sessions.bad_request
+    right = bad_request
     patch.setattr(sessions, "bad_request", lambda wrong: right(wrong[:1]))
 
 
 @mutant("D125")
 def fields_are_named_without_their_path(patch: pytest.MonkeyPatch) -> None:
-    right = sessions.bad_request
+    right = bad_request
 
-    def bad_request(wrong):  # type: ignore[no-untyped-def]
+    def short_names(wrong):  # type: ignore[no-untyped-def]
         short = [FieldError(w.field.rsplit(".", 1)[-1], w.description) for w in wrong]
         return right(short)
 
-    patch.setattr(sessions, "bad_request", bad_request)
+    patch.setattr(sessions, "bad_request", short_names)
 
 
 @mutant("D126")
@@ -89,7 +92,7 @@ def an_unknown_transport_is_too_much(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Sessions, "_check", check)
 
 
-def _patched(patch, change):  # type: ignore[no-untyped-def]
+def _patched(patch: pytest.MonkeyPatch, change: Callable[[Any], object]) -> None:
     """Change every hello before it is checked."""
     right = Sessions._check
 

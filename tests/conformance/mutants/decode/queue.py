@@ -25,7 +25,7 @@ def everybody_waits_a_little(patch: pytest.MonkeyPatch) -> None:
 
 @mutant("D241")
 def no_word_of_when_to_try_again(patch: pytest.MonkeyPatch) -> None:
-    right = prefill_desk.no_blocks
+    right = reservations.no_blocks
 
     def no_blocks(needed, free):  # type: ignore[no-untyped-def]
         fault = right(needed, free)
@@ -37,7 +37,7 @@ def no_word_of_when_to_try_again(patch: pytest.MonkeyPatch) -> None:
 
 @mutant("D241")
 def no_word_of_what_is_short(patch: pytest.MonkeyPatch) -> None:
-    right = prefill_desk.no_blocks
+    right = reservations.no_blocks
 
     def no_blocks(needed, free):  # type: ignore[no-untyped-def]
         fault = right(needed, free)

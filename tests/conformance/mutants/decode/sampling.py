@@ -5,12 +5,14 @@ from __future__ import annotations
 import pytest
 
 from pd_grpc.decode import checks
+from pd_grpc.protocol.messages import sampling_from_proto
+from pd_grpc.protocol.sampling import sampling_errors
 from tests.conformance.mutants.decode.registry import DECODE_MUTANTS as mutant
 
 
 def _blind_to(patch: pytest.MonkeyPatch, field: str) -> None:
     """Bounds are checked without this field's."""
-    right = checks.sampling_errors
+    right = sampling_errors
 
     def errors(sampling):  # type: ignore[no-untyped-def]
         return [e for e in right(sampling) if e.field != f"sampling.{field}"]
@@ -50,7 +52,7 @@ def any_stop_strings(patch: pytest.MonkeyPatch) -> None:
 
 @mutant("D225")
 def stop_strings_are_measured_in_bytes(patch: pytest.MonkeyPatch) -> None:
-    right = checks.sampling_from_proto
+    right = sampling_from_proto
 
     def from_proto(params):  # type: ignore[no-untyped-def]
         found = right(params)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
 import pytest
 
 from pd_grpc.decode import bulk, service
@@ -27,7 +30,7 @@ def a_second_hello_is_passed_over(patch: pytest.MonkeyPatch) -> None:
     right = service.DecodeService._read
 
     async def read(self, stream, requests):  # type: ignore[no-untyped-def]
-        async def rest():  # type: ignore[no-untyped-def]
+        async def rest() -> AsyncIterator[Any]:
             async for message in requests:
                 if not message.HasField("hello"):
                     yield message
@@ -109,7 +112,7 @@ def a_name_is_another_name(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Sessions, "_check", check)
 
 
-def _welcome(patch, change):  # type: ignore[no-untyped-def]
+def _welcome(patch: pytest.MonkeyPatch, change: Callable[[Any], object]) -> None:
     """Change every welcome before it is sent."""
     right = Sessions._welcome
 
@@ -121,7 +124,7 @@ def _welcome(patch, change):  # type: ignore[no-untyped-def]
     patch.setattr(Sessions, "_welcome", wrong)
 
 
-def _hello(patch, change):  # type: ignore[no-untyped-def]
+def _hello(patch: pytest.MonkeyPatch, change: Callable[[Any], object]) -> None:
     """Change every hello before it is checked."""
     right = Sessions._check
 
