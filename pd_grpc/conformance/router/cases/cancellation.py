@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Awaitable, Callable
+
 from pd_grpc.conformance.calls import check_fault
 from pd_grpc.conformance.case import expect
 from pd_grpc.conformance.router.answers import progress, queued
 from pd_grpc.conformance.router.cases.registry import ROUTER_CASES as case
 from pd_grpc.conformance.router.routed import Routed
 from pd_grpc.conformance.router.subject import Router
-from pd_grpc.protocol.faults import Reason
+from pd_grpc.protocol.faults import Fault, Reason
 
 ANSWER = [901, 902, 903]
 STAGES = {"route", "prepare", "queue", "compute", "transfer", "decode"}
 LONG_S = 50.0
-SHORT_S = 0.6
+SHORT_S = 0.5
 """Enough for both legs to be opened and for the router to answer 100 ms before its end."""
+TRIES = 3
 
 
 @case(501, "cancelling it ends the request everywhere")
@@ -70,15 +73,17 @@ async def a_default_deadline(r: Router) -> None:
 
 @case(
     513,
-    "Each hop answers 100 ms before its budget ends, so that its details reach the caller "
-    "before the caller's own timer fires.",
+    "Each hop answers 100 ms before its budget ends, so that its details reach the caller before "
+    "the caller's own timer fires.",
 )
 async def the_time_ends_before_the_hand_off(r: Router) -> None:
     """The time ends while P computes: the client hears the stage, not its own timer, and both legs
     are over."""
-    one = await r.routed(timeout_s=SHORT_S)
-    one.prefill.send(queued(), progress(4))
-    stage = await _spent_in(one)
+
+    async def compute(one: Routed) -> None:
+        one.prefill.send(queued(), progress(4))
+
+    one, stage = await _spent(r, compute)
     expect(stage in STAGES, f"one of the stages {sorted(STAGES)}", stage)
     for leg in (one.prefill, one.decode):
         await leg.over(f"the leg on {leg.instance} over with the request's time")
@@ -87,17 +92,28 @@ async def the_time_ends_before_the_hand_off(r: Router) -> None:
 @case(514, "A DEADLINE_EXCEEDED with STAGE_DEADLINE names the stage that spent the time")
 async def the_time_ends_in_decode(r: Router) -> None:
     """The time ends after the hand-off: the stage is decode."""
-    one = await r.routed(timeout_s=SHORT_S)
-    one.hand_over()
-    one.say(*ANSWER[:2])
-    await one.shows(ANSWER[:2])
-    stage = await _spent_in(one)
+
+    async def decode(one: Routed) -> None:
+        one.hand_over()
+        one.say(*ANSWER[:2])
+        await one.shows(ANSWER[:2])
+
+    one, stage = await _spent(r, decode)
     expect(stage == "decode", "the stage decode", stage)
     await one.decode.over("D's leg over with the request's time")
 
 
-async def _spent_in(one: Routed) -> str:
-    """The stage that the client is told of."""
-    fault = await one.client.outcome()
-    fault = check_fault(fault, Reason.STAGE_DEADLINE, "the request's time is over")
-    return fault.metadata.get("stage", "")
+async def _spent(r: Router, begin: Callable[[Routed], Awaitable[None]]) -> tuple[Routed, str]:
+    """A request that is begun and whose time then ends, with the stage that its client is told of.
+
+    A busy machine may hold the answer up for the 100 ms in which it must come, so that the client's
+    own timer is the first; a router that keeps to them is in time when tried again.
+    """
+    for _ in range(TRIES):
+        one = await r.routed(timeout_s=SHORT_S)
+        await begin(one)
+        outcome = await one.client.outcome()
+        if isinstance(outcome, Fault):
+            break
+    fault = check_fault(outcome, Reason.STAGE_DEADLINE, "the request's time is over")
+    return one, fault.metadata.get("stage", "")

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import pytest
 
 from pd_grpc.protocol import rpc
-from pd_grpc.protocol.faults import Fault, Reason
+from pd_grpc.protocol.faults import Fault, Reason, stage_deadline
 from pd_grpc.router import machine
 from pd_grpc.router.in_flight import InFlight
 from pd_grpc.router.machine import RoutedRequest
@@ -65,5 +65,5 @@ def the_clients_timer_is_the_first(patch: pytest.MonkeyPatch) -> None:
 
 @mutant("R514")
 def every_stage_is_the_first(patch: pytest.MonkeyPatch) -> None:
-    right = machine.stage_deadline
+    right = stage_deadline
     patch.setattr(machine, "stage_deadline", lambda stage: right("prepare"))

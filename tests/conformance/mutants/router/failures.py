@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from pd_grpc.protocol.faults import Code, Fault, Reason
+from pd_grpc.protocol.faults import Code, Fault, Reason, transport_fault
 from pd_grpc.router import machine
 from pd_grpc.router.machine import CancelPrefill, PrefillLeg, RoutedRequest
 from pd_grpc.router.runtime import RoutedCall
@@ -84,7 +84,7 @@ def any_end_is_a_good_one(patch: pytest.MonkeyPatch) -> None:
 
 @mutant("R408")
 def any_lack_is_one_of_blocks(patch: pytest.MonkeyPatch) -> None:
-    right = machine.transport_fault
+    right = transport_fault
 
     def wrong(error, *rest):  # type: ignore[no-untyped-def]
         if error.code is Code.RESOURCE_EXHAUSTED:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from pd_grpc.protocol.config import MIB
-from pd_grpc.protocol.sampling import FieldError
+from pd_grpc.protocol.sampling import FieldError, sampling_errors
 from pd_grpc.router import intake
 from pd_grpc.router.outbox import MAX_TOKENS_PER_MESSAGE, Outbox
 from tests.conformance.mutants.router.registry import ROUTER_MUTANTS as mutant
@@ -29,7 +29,7 @@ def the_rest_of_a_large_piece_is_lost(patch: pytest.MonkeyPatch) -> None:
 
 @mutant("R823")
 def fewer_stop_strings(patch: pytest.MonkeyPatch) -> None:
-    right = intake.sampling_errors
+    right = sampling_errors
 
     def wrong(sampling):  # type: ignore[no-untyped-def]
         few = [] if len(sampling.stop) < 16 else [FieldError("sampling.stop", "too many")]

@@ -6,7 +6,9 @@ from contextlib import contextmanager
 
 import pytest
 
-from pd_grpc.protocol.faults import Fault, Reason
+from pd_grpc.protocol.faults import Fault, Reason, bad_request
+from pd_grpc.protocol.messages import token_errors, unbuilt_sampling, unbuilt_scope
+from pd_grpc.protocol.sampling import sampling_errors
 from pd_grpc.router import intake, service
 from pd_grpc.router.discovery import Discovery
 from pd_grpc.router.in_flight import InFlight
@@ -43,7 +45,7 @@ def messages_may_say_nothing(patch: pytest.MonkeyPatch) -> None:
 
 @mutant("R134")
 def one_bound_is_not_checked(patch: pytest.MonkeyPatch) -> None:
-    right = intake.sampling_errors
+    right = sampling_errors
 
     def wrong(sampling):  # type: ignore[no-untyped-def]
         return [error for error in right(sampling) if error.field != "sampling.logprobs"]
@@ -53,7 +55,7 @@ def one_bound_is_not_checked(patch: pytest.MonkeyPatch) -> None:
 
 @mutant("R135")
 def the_first_wrong_field_alone(patch: pytest.MonkeyPatch) -> None:
-    right = intake.bad_request
+    right = bad_request
     patch.setattr(intake, "bad_request", lambda errors: right(errors[:1]))
 
 
@@ -75,7 +77,7 @@ def too_large_without_numbers(patch: pytest.MonkeyPatch) -> None:
 
 @mutant("R138")
 def stop_ids_are_not_checked(patch: pytest.MonkeyPatch) -> None:
-    right = intake.token_errors
+    right = token_errors
 
     def wrong(ids, vocab_size, field):  # type: ignore[no-untyped-def]
         return [] if "stop" in field else right(ids, vocab_size, field)
@@ -113,19 +115,19 @@ def names_of_any_length(patch: pytest.MonkeyPatch) -> None:
 
 @mutant("R142")
 def several_answers_become_one(patch: pytest.MonkeyPatch) -> None:
-    right = intake.unbuilt_sampling
+    right = unbuilt_sampling
     patch.setattr(intake, "unbuilt_sampling", lambda p: None if p.n > 1 else right(p))
 
 
 @mutant("R143")
 def priorities_are_ignored(patch: pytest.MonkeyPatch) -> None:
-    right = intake.unbuilt_scope
+    right = unbuilt_scope
     patch.setattr(intake, "unbuilt_scope", lambda p: None if p.priority else right(p))
 
 
 @mutant("R144")
 def later_directions_are_ignored(patch: pytest.MonkeyPatch) -> None:
-    right = intake.unbuilt_scope
+    right = unbuilt_scope
     patch.setattr(intake, "unbuilt_scope", lambda p: None if p.direction > 2 else right(p))
 
 
