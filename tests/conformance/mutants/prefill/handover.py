@@ -12,6 +12,7 @@ from pd_grpc.prefill import handover, machine, scheduler
 from pd_grpc.prefill.handover import Handover
 from pd_grpc.prefill.requests import Requests
 from pd_grpc.prefill.states import PrefillState, Stream
+from pd_grpc.prefill.view import handed_off
 from pd_grpc.v1 import types_pb2
 from tests.conformance.mutants.prefill.registry import PREFILL_MUTANTS as mutant
 from tests.conformance.mutants.prefill.wire import Change, before_call, before_event
@@ -29,7 +30,7 @@ def the_first_token_comes_after_the_kv(patch: pytest.MonkeyPatch) -> None:
         right_completed(self, key, shard, now)
         record = self._requests.in_flight.get(key)
         if record is not None and record.first_token is not None:
-            wrong_send(self, record, now)
+            wrong_send(self, record, now)  # type: ignore[no-untyped-call]
 
     patch.setattr(Handover, "_send_first_token", wrong_send)
     patch.setattr(Handover, "completed", wrong_completed)
@@ -139,7 +140,7 @@ def the_hand_off_is_told_twice(patch: pytest.MonkeyPatch) -> None:
 
 
 def _in_handed_off(patch: pytest.MonkeyPatch, change: Change) -> None:
-    right = machine.handed_off
+    right = handed_off
 
     def wrong(record):  # type: ignore[no-untyped-def]
         message = right(record)

@@ -59,7 +59,7 @@ def blocks_in_the_wrong_order(patch: pytest.MonkeyPatch) -> None:
 
 @mutant("P305")
 def everything_is_sent(patch: pytest.MonkeyPatch) -> None:
-    right = handover.send_plan
+    right = grants.send_plan
 
     def wrong(grant, shard, record, layout):  # type: ignore[no-untyped-def]
         plan = right(grant, shard, record, layout)
@@ -131,7 +131,7 @@ def every_shard_gets_every_layer(patch: pytest.MonkeyPatch) -> None:
 
 @mutant("P312")
 def the_shards_of_the_welcome(patch: pytest.MonkeyPatch) -> None:
-    right_welcomed, right_grant = DecodeSession._welcomed, placement.read_grant
+    right_welcomed, right_grant = DecodeSession._welcomed, grants.read_grant
     welcomed = []
 
     def note(self, welcome, now):  # type: ignore[no-untyped-def]

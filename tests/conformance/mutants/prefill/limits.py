@@ -11,6 +11,7 @@ from pd_grpc.prefill import machine, sessions, validation
 from pd_grpc.prefill.machine import PrefillMachine
 from pd_grpc.prefill.sessions import DecodeSession
 from pd_grpc.protocol.faults import Fault, Reason
+from pd_grpc.protocol.messages import unbuilt_scope
 from pd_grpc.v1 import sampling_pb2
 from tests.conformance.mutants.prefill.registry import PREFILL_MUTANTS as mutant
 
@@ -41,7 +42,7 @@ def unknown_fields_of_a_welcome_are_refused(patch: pytest.MonkeyPatch) -> None:
 
 @mutant("P803")
 def only_known_directions_are_looked_at(patch: pytest.MonkeyPatch) -> None:
-    right = validation.unbuilt_scope
+    right = unbuilt_scope
     known = sampling_pb2.Direction.values()
     patch.setattr(
         validation,
@@ -62,7 +63,7 @@ def small_messages_alone(patch: pytest.MonkeyPatch) -> None:
 
 @mutant("P806")
 def one_block_less(patch: pytest.MonkeyPatch) -> None:
-    right = machine.check_prefill
+    right = validation.check_prefill
 
     def wrong(request, tokens, name, limits):  # type: ignore[no-untyped-def]
         less = replace(limits, num_blocks=limits.num_blocks - 1)

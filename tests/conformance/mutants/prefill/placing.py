@@ -8,6 +8,7 @@ import pytest
 
 from pd_grpc.blocks.pool import BlockState
 from pd_grpc.prefill import placement
+from pd_grpc.prefill.decode_faults import another_may_do, as_fault
 from pd_grpc.prefill.machine import PrefillMachine
 from pd_grpc.prefill.prepare import PreparePool
 from pd_grpc.prefill.requests import Requests
@@ -30,7 +31,7 @@ def every_refusal_is_a_loss(patch: pytest.MonkeyPatch) -> None:
 
 @mutant("P211")
 def refusals_lose_their_details(patch: pytest.MonkeyPatch) -> None:
-    right = placement.as_fault
+    right = as_fault
 
     def wrong(fault, endpoint, stage):  # type: ignore[no-untyped-def]
         own = right(fault, endpoint, stage)
@@ -78,7 +79,7 @@ def every_refusal_leads_on(patch: pytest.MonkeyPatch) -> None:
 
 @mutant("P216")
 def every_status_of_the_transport_leads_on(patch: pytest.MonkeyPatch) -> None:
-    right = placement.another_may_do
+    right = another_may_do
     patch.setattr(
         placement,
         "another_may_do",

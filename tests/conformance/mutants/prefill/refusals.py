@@ -9,8 +9,9 @@ import pytest
 from pd_grpc.prefill import machine, placement, validation
 from pd_grpc.prefill.machine import PrefillMachine
 from pd_grpc.prefill.requests import Requests
-from pd_grpc.protocol.faults import Fault, Reason
-from pd_grpc.protocol.refs import key_of
+from pd_grpc.protocol.faults import Fault, Reason, bad_request
+from pd_grpc.protocol.messages import sampling_from_proto
+from pd_grpc.protocol.refs import key_of, ref_errors
 from pd_grpc.protocol.sampling import FieldError
 from pd_grpc.v1 import prefill_pb2
 from tests.conformance.mutants.prefill.registry import PREFILL_MUTANTS as mutant
@@ -35,13 +36,13 @@ def any_token_will_do(patch: pytest.MonkeyPatch) -> None:
 
 @mutant("P703")
 def max_tokens_has_a_default(patch: pytest.MonkeyPatch) -> None:
-    right = validation.sampling_from_proto
+    right = sampling_from_proto
     patch.setattr(validation, "sampling_from_proto", partial(right, default_max_tokens=16))
 
 
 @mutant("P704")
 def any_transfer_id_will_do(patch: pytest.MonkeyPatch) -> None:
-    right = validation.ref_errors
+    right = ref_errors
     patch.setattr(
         validation,
         "ref_errors",
@@ -51,7 +52,7 @@ def any_transfer_id_will_do(patch: pytest.MonkeyPatch) -> None:
 
 @mutant("P705")
 def attempts_count_from_nought(patch: pytest.MonkeyPatch) -> None:
-    right = validation.ref_errors
+    right = ref_errors
     patch.setattr(
         validation,
         "ref_errors",
@@ -93,7 +94,7 @@ def scope_is_ignored(patch: pytest.MonkeyPatch) -> None:
 
 @mutant("P710")
 def whoever_is_meant(patch: pytest.MonkeyPatch) -> None:
-    right = machine.check_prefill
+    right = validation.check_prefill
 
     def wrong(request, tokens, name, limits):  # type: ignore[no-untyped-def]
         return right(request, tokens, request.prefill_name or name, limits)
@@ -125,7 +126,7 @@ def names_of_any_length(patch: pytest.MonkeyPatch) -> None:
 
 @mutant("P714")
 def one_violation_is_enough(patch: pytest.MonkeyPatch) -> None:
-    right = validation.bad_request
+    right = bad_request
     patch.setattr(validation, "bad_request", lambda wrong: right(wrong[:1]))
 
 

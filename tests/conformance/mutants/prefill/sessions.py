@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from pd_grpc.prefill import sessions
@@ -87,7 +89,7 @@ def heartbeats_count_over_all_sessions(patch: pytest.MonkeyPatch) -> None:
 
 @mutant("P109")
 def heartbeats_list_one_grant(patch: pytest.MonkeyPatch) -> None:
-    right = DecodeSession._beat
+    right: Any = DecodeSession._beat
 
     def wrong(self, now):  # type: ignore[no-untyped-def]
         (send,) = right(self, now)
