@@ -119,11 +119,17 @@ class DecodeSubject:
     async def settled(self) -> None:
         """Broken when a block has not come back, or a request still waits, after the longest time
         that D announced for anything to end by itself. One that was drained may be gone."""
+        if self._gone:
+            return
         try:
             await self._all_back()
         except Broken:
-            if not (self.leaving and self._watch.session.is_over):
+            if not self._gone:
                 raise
+
+    @property
+    def _gone(self) -> bool:
+        return self.leaving and self._watch.session.is_over
 
     async def _all_back(self) -> None:
         t = self.times
@@ -235,7 +241,12 @@ class Decode:
         self, request: Request, *, local: bool = False, timeout_s: float = BUDGET_S, **fields: Any
     ) -> ClientLeg:
         """A client's leg."""
-        message = request.generate(local=local, **fields)
+        return self.call_generate(request.generate(local=local, **fields), timeout_s)
+
+    def call_generate(
+        self, message: inference_pb2.GenerateRequest, timeout_s: float = BUDGET_S
+    ) -> ClientLeg:
+        """A client's leg with this message."""
         leg = ClientLeg(self.inference.Generate(message, timeout=timeout_s), self.transcript)
         self._legs.append(leg)
         return leg

@@ -30,7 +30,9 @@ from pd_grpc.conformance.decode.cases import (
     reopen,
     sampling,
     sessions,
+    sizes,
     transfer,
+    unknown,
 )
 from pd_grpc.conformance.decode.cases.registry import DECODE_CASES
 
@@ -61,5 +63,7 @@ __all__ = [
     "reopen",
     "sampling",
     "sessions",
+    "sizes",
     "transfer",
+    "unknown",
 ]

@@ -26,7 +26,9 @@ from tests.conformance.mutants.decode import (
     reopen,
     sampling,
     sessions,
+    sizes,
     transfer,
+    unknown,
 )
 from tests.conformance.mutants.decode.registry import DECODE_MUTANTS
 
@@ -57,5 +59,7 @@ __all__ = [
     "reopen",
     "sampling",
     "sessions",
+    "sizes",
     "transfer",
+    "unknown",
 ]
