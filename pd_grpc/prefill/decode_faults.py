@@ -41,6 +41,14 @@ def as_fault(fault: Fault | TransportFault, endpoint: str, stage: str) -> Fault:
     return transport_fault(fault, f"decode instance at {endpoint}", Reason.DECODE_LOST, stage)
 
 
+def our_mistake(fault: Fault, what: str) -> Fault:
+    """What D finds malformed in that of which the client has no part is P's mistake, and none of
+    the client's request."""
+    if fault.reason is not Reason.BAD_REQUEST:
+        return fault
+    return Fault(Reason.WRONG_STATE, f"the decode instance refused {what}: {fault.message}")
+
+
 def another_may_do(fault: Fault | TransportFault) -> bool:
     """Whether it is worth asking another D."""
     if isinstance(fault, Fault):

@@ -10,7 +10,7 @@ from pd_grpc.engine.base import Sampled, Tokenizer
 from pd_grpc.engine.stopping import Finish, StopRule
 from pd_grpc.prefill.actions import CloseTransfer, OpenTransfer, SendFirstToken
 from pd_grpc.prefill.conversations import Conversations, Fail
-from pd_grpc.prefill.decode_faults import as_fault, end_state_fault
+from pd_grpc.prefill.decode_faults import as_fault, end_state_fault, our_mistake
 from pd_grpc.prefill.events import AnyFault, FirstTokenAnswered, KvAcked, TransferBroken
 from pd_grpc.prefill.grants import send_plan
 from pd_grpc.prefill.requests import Requests, Timer
@@ -213,6 +213,7 @@ class Handover:
             return
         assert event.fault is not None
         fault = as_fault(event.fault, record.target.endpoint, "first_token")
+        fault = our_mistake(fault, "the first token")
         if fault.reason is Reason.STAGE_DEADLINE and isinstance(event.fault, TransportFault):
             # The call's own time is over, not the request's: D is silent.
             text = f"the decode instance at {record.target.endpoint} did not take the first token"
@@ -333,8 +334,4 @@ def _first_token(record: PrefillRecord) -> decode_pb2.FirstToken:
 def _of_transfer(fault: AnyFault, record: PrefillRecord) -> Fault:
     """What a Transfer's end means for the request."""
     assert record.grant is not None
-    own = as_fault(fault, record.grant.endpoint, "transfer")
-    if own.reason is Reason.BAD_REQUEST:
-        # A range that D finds wrong is P's mistake, and none of the client's.
-        return Fault(Reason.WRONG_STATE, f"the decode instance refused the KV: {own.message}")
-    return own
+    return our_mistake(as_fault(fault, record.grant.endpoint, "transfer"), "the KV")

@@ -7,6 +7,7 @@ import enum
 from collections.abc import Callable
 
 from pd_grpc.prefill.actions import Action, CloseSession, OpenSession, SendOnSession
+from pd_grpc.prefill.decode_faults import our_mistake
 from pd_grpc.prefill.notices import (
     Draining,
     Ended,
@@ -34,6 +35,16 @@ _TURNED_AWAY = frozenset(
     {Reason.STALE_EPOCH, Reason.WRONG_INSTANCE, Reason.LAYOUT_MISMATCH, Reason.FEATURE}
 )
 """Ends of an open session after which another try would be told the same."""
+
+
+def _missing(welcome: decode_pb2.Welcome) -> str | None:
+    """The first field without which nothing can be said to a D, if it is not there."""
+    needed = {
+        "instance.name": welcome.instance.name,
+        "instance.epoch": welcome.instance.epoch,
+        "session_id": welcome.session_id,
+    }
+    return next((field for field, value in needed.items() if not value), None)
 
 
 def backoff_s(timeouts: Timeouts, tries: int) -> float:
@@ -183,7 +194,8 @@ class DecodeSession:
         if isinstance(fault, Fault) and (
             self.phase is Phase.CONNECTING or fault.reason in _TURNED_AWAY
         ):
-            return [*self._become_idle(), Refused(fault, self._name)]
+            own = our_mistake(fault, "our hello")
+            return [*self._become_idle(), Refused(own, self._name)]
         if isinstance(fault, TransportFault) and fault.code is Code.UNIMPLEMENTED:
             text = f"{self._who} is no decode instance: {fault.message}"
             return [*self._become_idle(), Refused(Fault(Reason.WRONG_INSTANCE, text), self._name)]
@@ -275,6 +287,10 @@ class DecodeSession:
 
     def _objection(self, welcome: decode_pb2.Welcome) -> Fault | None:
         """What keeps us from talking to this D, which itself has nothing against us."""
+        missing = _missing(welcome)
+        if missing:
+            text = f"{self.endpoint} sent a welcome without {missing}"
+            return Fault(Reason.WRONG_STATE, text, {"field": f"welcome.{missing}"})
         try:
             differences = self._layout.differences(layout_from_proto(welcome.layout))
         except ValueError as error:
@@ -295,12 +311,10 @@ class DecodeSession:
                 f"{self.endpoint} chose transport {name}, which was not offered",
                 {"field": "transport", "ours": "TRANSPORT_INLINE", "theirs": str(name)},
             )
-        if welcome.first_token_by_decode:
-            return Fault(
-                Reason.FEATURE,
-                f"{self.endpoint} wants to sample the first token itself, which is not supported",
-                {"feature": "first_token_by_decode"},
-            )
+        for feature in ("grant_needs_client", "first_token_by_decode"):
+            if getattr(welcome, feature):
+                text = f"{self.endpoint} asks for {feature}, which is not supported"
+                return Fault(Reason.FEATURE, text, {"feature": feature})
         if self._name and welcome.instance.name != self._name:
             return Fault(
                 Reason.WRONG_INSTANCE,

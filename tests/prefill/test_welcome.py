@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from pd_grpc.prefill import actions as act
 from pd_grpc.prefill import events as ev
 from pd_grpc.prefill.states import PrefillState
-from pd_grpc.protocol.faults import Fault, Reason
+from pd_grpc.protocol.faults import Fault, Reason, bad_request
 from pd_grpc.protocol.messages import duration
 from pd_grpc.protocol.refs import TransferKey
-from pd_grpc.v1 import decode_pb2, layout_pb2, sampling_pb2
+from pd_grpc.protocol.sampling import FieldError
+from pd_grpc.v1 import decode_pb2, layout_pb2, sampling_pb2, types_pb2
 from tests.prefill.world import D1, D2, GONE, World, settle
 
 T1 = TransferKey("t-1", 1)
@@ -31,20 +34,40 @@ def test_a_transport_that_was_not_offered_is_turned_down(
     assert (fault.metadata["field"], fault.metadata["theirs"]) == ("transport", named)
 
 
-def test_a_d_that_samples_the_first_token_itself_is_turned_down(world: World) -> None:
+@pytest.mark.parametrize("feature", ["grant_needs_client", "first_token_by_decode"])
+def test_a_d_that_asks_for_what_is_reserved_is_turned_down(world: World, feature: str) -> None:
     call = world.call(decodes=(D1, D2))
-    world.connect(D1, first_token_by_decode=True)
+    world.connect(D1, **{feature: True})
     assert world.emitted(call) == ["queued", "placing"]
-    world.connect(D2, first_token_by_decode=True)
+    world.connect(D2, **{feature: True})
     fault = world.fault(call)
-    assert fault.reason is Reason.FEATURE
-    assert fault.metadata["feature"] == "first_token_by_decode"
+    assert (fault.reason, fault.metadata["feature"]) == (Reason.FEATURE, feature)
 
 
-def test_a_d_that_waits_for_its_client_needs_nothing_of_p(world: World) -> None:
-    world.call()
-    world.connect(grant_needs_client=True)
-    assert world.state() is PrefillState.ALLOCATING
+@pytest.mark.parametrize(
+    ("welcome", "named"),
+    [
+        ({"session_id": ""}, "session_id"),
+        ({"instance": types_pb2.Instance(name="d1")}, "instance.epoch"),
+        ({"instance": types_pb2.Instance(epoch=5)}, "instance.name"),
+    ],
+)
+def test_a_welcome_without_what_every_call_needs_is_turned_down(
+    world: World, welcome: dict[str, Any], named: str
+) -> None:
+    call = world.call()
+    world.connect(D1, **welcome)
+    fault = world.fault(call)
+    assert (fault.reason, fault.metadata["field"]) == (Reason.WRONG_STATE, f"welcome.{named}")
+    assert world.taken(act.SendAllocate) == []
+
+
+def test_a_hello_that_d_finds_malformed_is_no_mistake_of_the_client(world: World) -> None:
+    call = world.call()
+    world.break_session(fault=bad_request([FieldError("hello.layouts", "must have at least one")]))
+    fault = world.fault(call)
+    assert fault.reason is Reason.WRONG_STATE
+    assert "hello.layouts" in fault.message
 
 
 def test_p_lists_what_its_engine_can_do() -> None:
