@@ -136,6 +136,10 @@ class DecodeSubject:
         limit = answer_s() + max(t.lease, t.grace, t.kv_progress, t.first_token, t.attach)
         until = time.monotonic() + limit
         while True:
+            if self._watch.session.is_over and not self.leaving:
+                # A machine that is busy may have kept its heartbeats back for too long.
+                self._watch.heard.clear()
+                await self._watch.join()
             load = await self._watch.load()
             if load.free_blocks == self.total_blocks and not load.queued_requests:
                 return
