@@ -11,7 +11,7 @@ from google.protobuf.duration_pb2 import Duration
 from google.rpc import error_details_pb2
 
 from pd_grpc.conformance.calls import check_metadata, refusal, refusal_details
-from pd_grpc.conformance.case import NotApplicable, answer_s, expect, expect_equal
+from pd_grpc.conformance.case import NotApplicable, answer_s, eventually, expect, expect_equal
 from pd_grpc.conformance.decode.cases.registry import DECODE_CASES as case
 from pd_grpc.conformance.decode.pool import (
     expect_waiting,
@@ -27,10 +27,12 @@ from pd_grpc.conformance.decode.subject import Decode
 from pd_grpc.conformance.request import Request
 from pd_grpc.protocol.faults import Reason
 from pd_grpc.protocol.messages import duration
+from pd_grpc.v1 import decode_pb2
 
 SHORT_S = 0.2
 """A wait, or a budget, that is over soon."""
 
+ASKED_AT_ONCE = 48
 MOST_ASKED = 4096
 """Allocates sent to a D before its queue is taken for boundless."""
 
@@ -210,17 +212,19 @@ async def the_queue_is_full(d: Decode) -> None:
     p = await d.prefill()
     await fill(d, p)
     calls: list[Any] = []
-    while len(calls) < MOST_ASKED:
-        calls += [p.ask(d.request()) for _ in range(64)]
-        waiting = (await load_now(p)).queued_requests
-        refused = [call for call in calls if call.done()]
-        if refused:
-            break
-    else:
-        raise NotApplicable(f"{MOST_ASKED} Allocates may wait, or more")
+
+    def seen(load: decode_pb2.Load) -> bool:
+        """Each call waits, or some are refused."""
+        return load.queued_requests >= len(calls) or any(call.done() for call in calls)
+
+    while not (refused := [call for call in calls if call.done()]):
+        if len(calls) >= MOST_ASKED:
+            raise NotApplicable(f"{MOST_ASKED} Allocates may wait, or more")
+        calls += [p.ask(d.request()) for _ in range(ASKED_AT_ONCE)]
+        load = await eventually(lambda: load_now(p), seen, "every Allocate waiting or refused")
+    expect(load.queued_requests >= 1, "those that came before waiting on", load)
     for call in refused:
         await _with_details(call, Reason.QUEUE_FULL)
-    expect(waiting >= 1, "those that came before waiting on", f"{waiting} waiting")
     for call in calls:
         call.cancel()
     await queued(p, 0)
