@@ -24,7 +24,7 @@ help:
 	@echo 'make protos-breaking  compare the protocol with that of the last tag or the baseline'
 	@echo 'make protos-baseline  make the protocol, as it is now, the baseline'
 	@echo 'make tables           write the tables of README.md that come from code'
-	@echo 'make docs             write the parts of docs/protocol.md that come from protos and code'
+	@echo 'make docs             write the parts of docs/ that come from protos and code'
 	@echo 'make format           format Python and protos'
 	@echo 'make clean            remove what the build left, and the environments'
 
@@ -136,6 +136,7 @@ tables: $(STAMP)
 
 docs: $(STAMP)
 	$(PY) -m tools.protocol_reference
+	$(PY) -m tools.case_tables
 
 format: $(STAMP)
 	$(BIN)/ruff check --fix .
