@@ -20,12 +20,18 @@ class TokenOutbox:
         self._end: inference_pb2.GenerateResponse | None = None
         self._fault: Fault | None = None
         self._closed = False
+        self._whole = False
         self._ready = asyncio.Event()
+
+    def keep_whole(self) -> None:
+        """Send the answer in one message, when it is complete."""
+        self._whole = True
 
     def tokens(self, tokens: tuple[TokenOut, ...]) -> None:
         """More tokens."""
         self._tokens += tokens
-        self._ready.set()
+        if not self._whole:
+            self._ready.set()
 
     def finish(
         self, reason: Finish, usage: types_pb2.Usage, timings: types_pb2.Timings | None

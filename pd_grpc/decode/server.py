@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from opentelemetry.sdk.trace import TracerProvider
@@ -106,7 +107,7 @@ async def start_decode(
     *,
     clock: Clock | None = None,
     tracer_provider: TracerProvider | None = None,
-    decode_service: type[DecodeService] = DecodeService,
+    decode_service: Callable[[DecodeRuntime, DecodeConfig], DecodeService] = DecodeService,
     inference: type[DecodeInference] = DecodeInference,
 ) -> DecodeServer:
     """Start a D over an engine on the running loop; `decode_service` and `inference` are what P

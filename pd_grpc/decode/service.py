@@ -8,6 +8,7 @@ from typing import Any
 
 import grpc.aio
 from google.protobuf.message import DecodeError
+from opentelemetry.context import Context as TraceContext
 
 from pd_grpc.decode import events as ev
 from pd_grpc.decode.outbox import SessionOutbox, TokenOutbox
@@ -132,7 +133,7 @@ class DecodeInference(inference_pb2_grpc.InferenceServiceServicer):
     async def Generate(self, request: inference_pb2.GenerateRequest, context: Context) -> None:
         budget_s = rpc.budget_of(context, self._timeouts)
         parent = extract(context.invocation_metadata())
-        call, outbox = self._runtime.open_generate(request, budget_s, parent)
+        call, outbox = self._open(request, budget_s, parent)
         try:
             # The machine answers within the budget; what follows is for the reader to take it.
             await rpc.write_within(_write_all(outbox, context), budget_s + rpc.FAREWELL_S)
@@ -140,6 +141,11 @@ class DecodeInference(inference_pb2_grpc.InferenceServiceServicer):
             await rpc.abort(context, fault)
         finally:
             self._runtime.close_generate(call)
+
+    def _open(
+        self, request: inference_pb2.GenerateRequest, budget_s: float, parent: TraceContext
+    ) -> tuple[int, TokenOutbox]:
+        return self._runtime.open_generate(request, budget_s, parent)
 
     async def GetModelInfo(
         self, request: inference_pb2.GetModelInfoRequest, context: Context

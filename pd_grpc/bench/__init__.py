@@ -1,0 +1,1 @@
+"""`pd-grpc bench`: what preparing costs, measured over real processes."""

@@ -1,0 +1,168 @@
+"""A system under test: its servers and its driver, each a process, over loopback."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from itertools import count
+from typing import Any
+
+from pd_grpc.bench.driver import Ended
+from pd_grpc.bench.legs import BenchRequest
+from pd_grpc.bench.processes import ANSWER_S, WorkerLost, WorkerProcess
+from pd_grpc.bench.setup import THREADS, Row, Setup
+from pd_grpc.bench.workload import Length
+from pd_grpc.protocol import rpc
+from pd_grpc.protocol.config import Sizes, Timeouts
+from pd_grpc.v1 import admin_pb2, admin_pb2_grpc
+
+_LOOK_S = 0.02
+_MARGIN_S = 30.0
+_runs = count(1)
+
+
+class BlocksLost(RuntimeError):
+    """A run has ended and blocks have not come back."""
+
+
+@dataclass(frozen=True)
+class Group:
+    """Requests of which `at_once` are under way at any time."""
+
+    requests: Sequence[BenchRequest]
+    at_once: int
+
+
+@dataclass
+class System:
+    """A running one; see `running_system`."""
+
+    setup: Setup
+    prefills: list[WorkerProcess]
+    decodes: list[WorkerProcess]
+    driver: WorkerProcess
+    router: WorkerProcess | None = None
+    _run: int = field(default_factory=lambda: next(_runs))
+    _numbers: Any = field(default_factory=count)
+
+    def requests(self, lengths: Sequence[Length], decode: int = 0) -> list[BenchRequest]:
+        """Requests of these lengths for one D."""
+        target = (f"d{decode}", self.decodes[decode].endpoint)
+        return [
+            BenchRequest(f"r{self._run}-{next(self._numbers)}", each.prompt, each.output, (target,))
+            for each in lengths
+        ]
+
+    async def closed(
+        self, groups: Mapping[str, Group], limit_s: float, until: str = ""
+    ) -> list[Ended]:
+        """Drive closed groups; see `Driver`."""
+        wire = {
+            name: {"requests": [asdict(r) for r in group.requests], "at_once": group.at_once}
+            for name, group in groups.items()
+        }
+        ended = await self.driver.do(
+            "closed", limit_s + _MARGIN_S, groups=wire, limit_s=limit_s, until=until
+        )
+        return [Ended(**each) for each in ended]
+
+    async def open(
+        self, arrivals: Sequence[tuple[float, BenchRequest]], deadline_s: float
+    ) -> list[Ended]:
+        """Send each at its time; it has `deadline_s` from then on."""
+        wire = [{"at_s": at, "request": asdict(request)} for at, request in arrivals]
+        last = arrivals[-1][0] if arrivals else 0.0
+        ended = await self.driver.do(
+            "open", last + deadline_s + _MARGIN_S, arrivals=wire, deadline_s=deadline_s
+        )
+        return [Ended(**each) for each in ended]
+
+    async def warm_up(self) -> None:
+        """Open every connection."""
+        lengths = [Length(16, 2)]
+        groups = {
+            str(i): Group(self.requests(lengths * 2, i), 2)
+            for i, manners in enumerate(self.setup.manners)
+            if not (manners.silent or manners.full)
+        }
+        for each in await self.closed(groups, ANSWER_S):
+            if each.fault:
+                raise WorkerLost(f"the warm-up failed: {each.fault}")
+
+    async def settle(self) -> None:
+        """Wait until every block is free again on every P and D, as they say themselves.
+        BlocksLost."""
+        for decode in self.decodes:
+            await decode.do("let go")
+        until = time.monotonic() + ANSWER_S
+        for worker in (*self.prefills, *self.decodes):
+            while held := await _held(worker.endpoint):
+                if time.monotonic() > until:
+                    raise BlocksLost(f"{worker.role} at {worker.endpoint} still has {held}")
+                await asyncio.sleep(_LOOK_S)
+
+
+@contextlib.asynccontextmanager
+async def running_system(setup: Setup) -> AsyncIterator[System]:
+    """Start it, warm it up, and stop it; at the end every block must be back."""
+    async with contextlib.AsyncExitStack() as stack:
+
+        async def start(role: str, **spec: Any) -> WorkerProcess:
+            worker = await WorkerProcess.start(role, spec)
+            stack.push_async_callback(worker.stop)
+            return worker
+
+        zmq = setup.row in THREADS or setup.row is Row.ZMQ_ASYNC
+        decodes = await asyncio.gather(
+            *(
+                start("decode", name=f"d{i}", zmq=zmq, manners=asdict(manners), **setup.common())
+                for i, manners in enumerate(setup.manners)
+            )
+        )
+        routers = {decode.endpoint: decode.about["router"] for decode in decodes}
+        common = setup.common()
+        common["settings"] |= setup.prefill_settings
+        prefills = await asyncio.gather(
+            *(
+                start("prefill", name=f"p{i}", row=setup.row.value, routers=routers, **common)
+                for i in range(setup.prefills)
+            )
+        )
+        router = None
+        ends = [p.endpoint for p in prefills], [d.endpoint for d in decodes]
+        if setup.router:
+            router = await start("router", prefill=ends[0], decode=ends[1], **common)
+            await _until_ready(router)
+        through = router.endpoint if router is not None else ""
+        driver = await start("driver", prefill=ends[0], router=through)
+        system = System(setup, prefills, decodes, driver, router)
+        await system.warm_up()
+        yield system
+        await system.settle()
+
+
+async def _until_ready(router: WorkerProcess) -> None:
+    until = time.monotonic() + ANSWER_S
+    while not await router.do("ready"):
+        if time.monotonic() > until:
+            raise WorkerLost("the router does not find its instances")
+        await asyncio.sleep(_LOOK_S)
+
+
+async def _held(endpoint: str) -> str:
+    """The blocks of an instance that are neither free nor cached, and its transfers, in words;
+    empty when there are none."""
+    async with rpc.aio_channel(endpoint, Timeouts(), Sizes()) as channel:
+        stub = admin_pb2_grpc.AdminServiceStub(channel)
+        answer = await stub.GetServerInfo(admin_pb2.GetServerInfoRequest(), timeout=ANSWER_S)
+    unheld = (admin_pb2.BLOCK_STATE_FREE, admin_pb2.BLOCK_STATE_CACHED)
+    held = [
+        f"{count.blocks} blocks {admin_pb2.BlockState.Name(count.state)}"
+        for count in answer.server.blocks
+        if count.state not in unheld and count.blocks
+    ]
+    flying = sum(count.transfers for count in answer.server.transfers)
+    return ", ".join([*held, *([f"{flying} transfers"] if flying else [])])
