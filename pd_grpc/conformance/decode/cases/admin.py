@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Awaitable
+
+import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from pd_grpc.conformance.calls import Stream, check_field, if_served, refusal
-from pd_grpc.conformance.case import answer_s, expect, expect_equal
+from pd_grpc.conformance.calls import Stream, check_fault, check_field, if_served
+from pd_grpc.conformance.case import NotApplicable, answer_s, broken, expect, expect_equal, within
 from pd_grpc.conformance.decode.cases.registry import DECODE_CASES as case
 from pd_grpc.conformance.decode.pool import request_of
 from pd_grpc.conformance.decode.subject import Decode
-from pd_grpc.protocol.faults import Reason
+from pd_grpc.protocol.faults import Code, Fault, Reason, TransportFault
 from pd_grpc.protocol.messages import duration
+from pd_grpc.protocol.rpc import read_error
 from pd_grpc.v1 import admin_pb2, types_pb2
 
 RESERVED = types_pb2.TRANSFER_STATE_RESERVED
@@ -120,14 +124,13 @@ async def a_transfer_that_has_ended(d: Decode) -> None:
 @case(907, "NOT_FOUND with UNKNOWN_TRANSFER.")
 async def a_transfer_that_nobody_knows(d: Decode) -> None:
     """GetTransfer of a transfer, and of an attempt, that never was."""
-    await _list(d)
     p = await d.prefill()
     request = d.request()
     await p.allocate(request)
     for transfer_id, attempt in ((d.request().transfer_id, 0), (request.transfer_id, 2)):
         asked = admin_pb2.GetTransferRequest(transfer_id=transfer_id, attempt=attempt)
         call = d.admin.GetTransfer(asked, timeout=answer_s())
-        await refusal(call, Reason.UNKNOWN_TRANSFER, f"attempt {attempt} of {transfer_id}")
+        await _refused(call, Reason.UNKNOWN_TRANSFER, f"attempt {attempt} of {transfer_id}")
 
 
 @case(908, "Which attempt; 0 means the newest.")
@@ -170,19 +173,30 @@ async def a_page_too_large(d: Decode) -> None:
     await _list(d, page_size=10_000)
     request = admin_pb2.ListTransfersRequest(page_size=10_001)
     call = d.admin.ListTransfers(request, timeout=answer_s())
-    check_field(await refusal(call, Reason.BAD_REQUEST, "a page of 10,001"), "page_size")
+    check_field(await _refused(call, Reason.BAD_REQUEST, "a page of 10,001"), "page_size")
 
 
 @case(911, "unset means the server's configured time, 0 none at all, and below 0 is refused.")
 async def a_drain_in_the_past(d: Decode) -> None:
     """Drain with a deadline below 0 is refused, and D takes new requests as before."""
-    await _list(d)
     p = await d.prefill()
     request = admin_pb2.DrainRequest(deadline=duration(0))
     request.deadline.seconds = -1
     call = d.admin.Drain(request, timeout=answer_s())
-    check_field(await refusal(call, Reason.BAD_REQUEST, "a deadline of -1 s"), "deadline")
+    check_field(await _refused(call, Reason.BAD_REQUEST, "a deadline of -1 s"), "deadline")
     await p.allocate(d.request())
+
+
+async def _refused(call: Awaitable[object], reason: Reason, what: str) -> Fault:
+    """The fault of a call that must be refused. NotApplicable where its method is not served."""
+    try:
+        got = await within(None, call, f"{reason.value}: {what}")
+    except grpc.RpcError as error:
+        fault = read_error(error)
+        if isinstance(fault, TransportFault) and fault.code is Code.UNIMPLEMENTED:
+            raise NotApplicable("the method is not served") from None
+        return check_fault(fault, reason, what)
+    broken(f"{reason.value}: {what}", got)
 
 
 async def _server_info(d: Decode) -> admin_pb2.ServerInfo:

@@ -1,19 +1,22 @@
-"""D11x: heartbeats, what they renew and what they tell."""
+"""D11x and D129: heartbeats, what they renew and what they tell."""
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 
 from pd_grpc.conformance.calls import Stream
-from pd_grpc.conformance.case import answer_s, expect, expect_equal
+from pd_grpc.conformance.case import NotApplicable, answer_s, eventually, expect, expect_equal
 from pd_grpc.conformance.decode.cases.registry import DECODE_CASES as case
+from pd_grpc.conformance.decode.client import ClientLeg
 from pd_grpc.conformance.decode.pool import fill, load_now, queued, request_of
 from pd_grpc.conformance.decode.prefill import Prefill
 from pd_grpc.conformance.decode.subject import Decode
 from pd_grpc.protocol.faults import Reason, read_status
-from pd_grpc.v1 import decode_pb2, types_pb2
+from pd_grpc.v1 import decode_pb2, sampling_pb2, types_pb2
 
 NO_GRANT = "kit-made-this-up"
+LONG_ANSWER = 500
 
 
 @case(110, "Heartbeats renew the listed grants alone.")
@@ -144,6 +147,30 @@ async def a_beating_session_lives(d: Decode) -> None:
         await _beat(stream, sequence)
         expect_equal(await _ack(stream), sequence, "the sequence of the ack")
         await asyncio.sleep(0.75 * d.times.heartbeat)
+
+
+@case(129, "Transfers being decoded.")
+async def load_counts_who_decodes(d: Decode) -> None:
+    """A long answer is being decoded: the load counts it, and no more once its client has left."""
+    p = await d.prefill()
+    room = d.subject.info.max_model_len or d.subject.total_blocks * d.block_size
+    output = min(LONG_ANSWER, d.subject.total_blocks * d.block_size // 2, room // 2)
+    sampling = sampling_pb2.SamplingParams(max_tokens=output, temperature=0, ignore_eos=True)
+    request = d.request(sampling=sampling)
+    leg = d.generate(request)
+    grant = await p.allocate(request)
+    await p.first_token(request, grant, 1)
+    await p.send_kv(request, grant)
+    counted = await eventually(lambda: load_now(p), _decodes_or(leg), "a transfer being decoded")
+    if leg.stream.is_over:
+        raise NotApplicable(f"{output} tokens were decoded before D could be asked")
+    expect_equal(counted.decoding_requests, 1, "decoding_requests")
+    await leg.leave()
+    await eventually(lambda: load_now(p), lambda load: not load.decoding_requests, "no transfer")
+
+
+def _decodes_or(leg: ClientLeg) -> Callable[[decode_pb2.Load], bool]:
+    return lambda load: load.decoding_requests > 0 or leg.stream.is_over
 
 
 async def _welcomed(p: Prefill) -> Stream:

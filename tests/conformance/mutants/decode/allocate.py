@@ -242,3 +242,14 @@ def every_hash_is_a_hit(patch: pytest.MonkeyPatch) -> None:
         return response
 
     patch.setattr(PrefillDesk, "_cache_info", cache_info)
+
+
+@mutant("D219")
+def an_unset_budget_is_none(patch: pytest.MonkeyPatch) -> None:
+    right = PrefillDesk._budget
+
+    def budget(self, request):  # type: ignore[no-untyped-def]
+        request.budget.SetInParent()
+        return right(self, request)
+
+    patch.setattr(PrefillDesk, "_budget", budget)

@@ -8,6 +8,7 @@ import pytest
 
 from pd_grpc.blocks.leases import Leases
 from pd_grpc.decode.prefill_desk import PrefillDesk
+from pd_grpc.decode.scheduler import Scheduler
 from pd_grpc.decode.session_desk import SessionDesk
 from pd_grpc.decode.states import DecodeState
 from pd_grpc.protocol.faults import Fault, Reason
@@ -139,3 +140,8 @@ def only_hello_is_a_sign_of_life(patch: pytest.MonkeyPatch) -> None:
         self._expect_heartbeat = expect
 
     patch.setattr(SessionDesk, "heartbeat", heartbeat)
+
+
+@mutant("D129")
+def nobody_decodes(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Scheduler, "running", 0)
