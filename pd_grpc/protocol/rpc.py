@@ -31,7 +31,9 @@ def channel_options(timeouts: Timeouts, sizes: Sizes) -> list[tuple[str, Any]]:
     heartbeat_ms = int(timeouts.heartbeat_s * 1000)
     return [
         ("grpc.initial_reconnect_backoff_ms", int(timeouts.reconnect_min_s * 1000)),
-        ("grpc.min_reconnect_backoff_ms", int(timeouts.reconnect_min_s * 1000)),
+        # By its name a back-off, in effect how long one attempt to connect may take: a peer that
+        # is busy for a moment is no lost one.
+        ("grpc.min_reconnect_backoff_ms", int(timeouts.connect_s * 1000)),
         ("grpc.max_reconnect_backoff_ms", int(timeouts.reconnect_max_s * 1000)),
         ("grpc.max_receive_message_length", sizes.max_message_bytes),
         ("grpc.max_send_message_length", sizes.max_message_bytes),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import socket
 from collections.abc import AsyncIterator
 from typing import Any
@@ -12,6 +13,7 @@ import pytest
 from pd_grpc.protocol import rpc
 from pd_grpc.protocol.config import ServerConfig, Sizes, Timeouts
 from pd_grpc.v1 import admin_pb2, admin_pb2_grpc
+from tests.prefill.proxy import Wire
 
 TIMEOUTS = Timeouts(request_budget_s=300.0, hop_margin_s=0.1)
 
@@ -34,14 +36,19 @@ def deadlines() -> Deadlines:
 
 
 @pytest.fixture
-async def stub(deadlines: Deadlines) -> AsyncIterator[admin_pb2_grpc.AdminServiceStub]:
+async def endpoint(deadlines: Deadlines) -> AsyncIterator[str]:
     server = grpc.aio.server(options=rpc.server_options(ServerConfig()))
     admin_pb2_grpc.add_AdminServiceServicer_to_server(deadlines, server)
     port = rpc.bind(server, "127.0.0.1", 0)
     await server.start()
-    async with rpc.aio_channel(f"127.0.0.1:{port}", TIMEOUTS, Sizes()) as channel:
-        yield admin_pb2_grpc.AdminServiceStub(channel)
+    yield rpc.address("127.0.0.1", port)
     await server.stop(None)
+
+
+@pytest.fixture
+async def stub(endpoint: str) -> AsyncIterator[admin_pb2_grpc.AdminServiceStub]:
+    async with rpc.aio_channel(endpoint, TIMEOUTS, Sizes()) as channel:
+        yield admin_pb2_grpc.AdminServiceStub(channel)
 
 
 async def test_a_budget_is_what_the_caller_gives_less_the_margin(
@@ -103,6 +110,24 @@ async def test_a_port_in_use_is_said_in_the_systems_words(
     assert str(raised.value) == f"cannot listen on 127.0.0.1:{port}: Address already in use"
     await server.stop(None)
     assert capfd.readouterr().err == "", "grpc was asked"
+
+
+async def test_a_busy_peer_that_takes_a_connection_late_is_not_lost(
+    endpoint: str, deadlines: Deadlines
+) -> None:
+    wire = Wire(endpoint)
+
+    async def late(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await asyncio.sleep(TIMEOUTS.connect_s / 2)  # Longer than any back-off of a channel.
+        await wire.take(reader, writer)
+
+    async with await asyncio.start_server(late, "127.0.0.1", 0) as listener:
+        busy = rpc.address(*listener.sockets[0].getsockname())
+        async with rpc.aio_channel(busy, TIMEOUTS, Sizes()) as channel:
+            stub = admin_pb2_grpc.AdminServiceStub(channel)
+            await stub.Drain(admin_pb2.DrainRequest(), timeout=10)
+        await wire.close()
+    assert deadlines.left is not None
 
 
 def test_a_frozen_peer_is_found_within_two_heartbeats() -> None:
