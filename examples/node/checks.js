@@ -17,6 +17,11 @@ function nameErrors(name, field, least = 0) {
   return fine ? [] : [wrong(field, `must have ${least} to 128 characters`)];
 }
 
+function idErrors(id, field) {
+  if (/^[A-Za-z0-9._:-]{1,128}$/.test(id)) return [];
+  return [wrong(field, 'must be 1 to 128 characters of [A-Za-z0-9._:-]')];
+}
+
 /** SamplingParams with defaults filled in. */
 function samplingOf(given) {
   const p = given ?? {};
@@ -129,6 +134,11 @@ class Checks {
     Object.assign(this, { me, model, maxModelLen });
   }
 
+  transferId(id, field) {
+    const errors = idErrors(id, field);
+    if (errors.length) throw badRequest(...errors);
+  }
+
   /** A call that means another D, by name; empty is any. */
   name(meant) {
     const here = this.me.name;
@@ -140,10 +150,7 @@ class Checks {
   /** A ref's key. One of another process of this D is refused; 0 is any, where that is allowed. */
   ref(ref, field, anyEpoch = false) {
     const { transfer_id: id = '', attempt = 0, decode_epoch: meant = '0' } = ref ?? {};
-    const errors = [], here = this.me.epoch;
-    if (!/^[A-Za-z0-9._:-]{1,128}$/.test(id)) {
-      errors.push(wrong(`${field}.transfer_id`, 'must be 1 to 128 characters of [A-Za-z0-9._:-]'));
-    }
+    const errors = idErrors(id, `${field}.transfer_id`), here = this.me.epoch;
     if (attempt < 1) errors.push(wrong(`${field}.attempt`, 'must be at least 1'));
     if (errors.length) throw badRequest(...errors);
     if (meant !== here && !(anyEpoch && meant === '0')) {

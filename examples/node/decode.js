@@ -2,7 +2,7 @@
 // A decode instance (D) of pd_grpc.v1: it takes KV from any prefill instance (P) into a pool of
 // plain Buffers, and answers from what it holds. This file is the whole conversation; beside it
 // `sim.js` is the engine, `checks.js` what is refused beforehand, `faults.js` the status table,
-// `wire.js` how gRPC is used, `settings.js` the command line.
+// `admin.js` what an operator sees, `wire.js` how gRPC is used, `settings.js` the command line.
 //
 // JavaScript does one thing at a time, so that plain maps need no locks, and a check and the act it
 // allows are one step. Control and bulk have a port each and share this one thread; a D for real KV
@@ -11,14 +11,15 @@
 const crypto = require('node:crypto');
 const grpc = require('@grpc/grpc-js');
 const { HealthImplementation } = require('grpc-health-check');
+const { Admin, State } = require('./admin');
 const { Checks, legsDiffer } = require('./checks');
 const { Code, Fault, badRequest, speak, stageDeadline, wrong, wrongState } = require('./faults');
 const { loadProtos } = require('./protos');
 const { readSettings } = require('./settings');
 const { EOS, SimModel, StopRule, crc32c } = require('./sim');
 const {
-  MESSAGE_BYTES, OPTIONS, Outbox, budgetOf, caught, checkReadable, duration, lenient, listen,
-  millis, now, stopTimer, timer, unary,
+  BYTES, MESSAGE_BYTES, OPTIONS, Outbox, budgetOf, caught, checkReadable, duration, lenient, listen,
+  millis, now, stopTimer, timer, topFields, unary,
 } = require('./wire');
 
 const FAREWELL_MS = 500; // for the last statuses to leave
@@ -32,13 +33,7 @@ const conf = settings();
 const { definitions, services } = loadProtos(conf.include);
 speak(definitions);
 
-const [FREE, RESERVED, RECEIVING, DECODING] = [1, 3, 4, 5]; // BlockState
-const [SERVING, DRAINING] = [1, 3]; // Health
 const INLINE = 1, ROLE_DECODE = 2; // Transport, Role
-const State = {
-  EXPECTED: 1, WAITING: 2, RESERVED: 3, RECEIVING: 4, READY: 5, DECODING: 6,
-  FINISHED: 8, FAILED: 9, RELEASED: 10, EXPIRED: 11,
-};
 // What a request was doing when its time ended.
 const Stage = {
   EXPECTED: 'prefill', WAITING: 'allocate', RESERVED: 'transfer', RECEIVING: 'transfer',
@@ -59,8 +54,11 @@ const localRequests = new Map(); // request_id -> a transfer that D prefills its
 const tombstones = new Map(); // by key, oldest first
 const endedAttempts = new Map(); // transfer_id -> the greatest attempt among the tombstones
 const endedGrants = new Map(); // grant_id -> the fault that its late streams hear
-const endedCounts = new Map(); // state -> transfers ended since start
 let draining = null; // {until, timer} once a drain has begun
+const admin = new Admin({
+  me, check, transfers, byKey, tombstoneOf, newestAttempt, refOf, end,
+  free: () => free.length, draining: () => Boolean(draining),
+});
 
 const mint = (prefix) => `${prefix}-${crypto.randomBytes(16).toString('hex')}`;
 const drainFault = () => new Fault('DRAINING', `${me.name} drains and takes nothing new`);
@@ -108,6 +106,7 @@ function create(key, budgetMs) {
   byKey.set(key, t);
   attempts.set(id, attempt);
   setBudget(t, now() + budgetMs);
+  admin.changed(t);
   return t;
 }
 
@@ -128,6 +127,7 @@ function newestAttempt(id) {
 function move(t, state) {
   t.state = state;
   t.since = now();
+  admin.changed(t);
 }
 
 function setTimer(t, name, ms, then) {
@@ -187,7 +187,7 @@ function end(t, state, fault, { finish, tellPrefill = true, kept = null } = {}) 
 
 function bury(t, fault, kept) {
   const { id, attempt, grantId, state, created } = t;
-  const info = { ...describe(t), blocks: 0 };
+  const info = { ...admin.describe(t), blocks: 0 };
   const stone = { id, attempt, grantId, state, fault, kept, created, ended: now(), info };
   tombstones.set(t.key, stone);
   endedAttempts.set(id, Math.max(attempt, endedAttempts.get(id) ?? 0));
@@ -216,7 +216,6 @@ function tombstoneOf(key) {
 
 /** Nothing of it is left but what its tombstone says. */
 function forget(t) {
-  endedCounts.set(t.state, (endedCounts.get(t.state) ?? 0) + 1);
   stopTimers(t, ...Object.keys(t.timers));
   transfers.delete(t.grantId);
   byKey.delete(t.key);
@@ -234,7 +233,9 @@ function tellEnd(t, fault) {
   session?.send({ transfer_ended: ended });
 }
 
-const refOf = (t) => ({ transfer_id: t.id, attempt: t.attempt, decode_epoch: me.epoch });
+function refOf(t) {
+  return { transfer_id: t.id, attempt: t.attempt, decode_epoch: me.epoch };
+}
 
 /** Take blocks for prompt and output at once, so that what has begun never lacks any. */
 function grant(t) {
@@ -474,8 +475,8 @@ function allocate(request, answer, call) {
   if (tombstoneOf(key)) throw new Fault('RELEASED', `${key} has ended`);
   let t = byKey.get(key);
   if (t) checkOwner(t, session);
-  const body = JSON.stringify({ ...request, session_id: '', max_wait: null, budget: null });
-  if (t?.prefill && t.prefill.body !== body) {
+  const body = fieldsBut(request, ['session_id', 'max_wait', 'budget']);
+  if (t?.prefill && !t.prefill.body.equals(body)) {
     throw new Fault('DUPLICATE_TRANSFER', `${key} is in flight with another request body`);
   }
   if (draining && !t?.prefill) throw drainFault();
@@ -486,6 +487,14 @@ function allocate(request, answer, call) {
   if (t.prefill?.response) return answer(t.prefill.response);
   if (!t.prefill) joinPrefill(t, session, request, body);
   return waitOrGrant(t, Math.min(millis(request.max_wait), budgetOf(call)), answer, call);
+}
+
+/** The bytes that a request came as, fields of later versions included, but for some. */
+function fieldsBut(request, names) {
+  const { field } = definitions['pd_grpc.v1.AllocateRequest'].type;
+  const numbers = field.filter(({ name }) => names.includes(name)).map(({ number }) => number);
+  const kept = topFields(request[BYTES]).filter(({ number }) => !numbers.includes(number));
+  return Buffer.concat(kept.map(({ bytes }) => bytes));
 }
 
 function joinPrefill(t, session, request, body) {
@@ -920,6 +929,11 @@ function serveGenerate(call) {
     const t = serve(request, client, budget);
     call.on('cancelled', () => clientLeft(client, t));
   };
+  refusing(call, begin);
+}
+
+/** Begin to answer a stream, or end it with the fault that a client sees. */
+function refusing(call, begin) {
   caught(begin, (fault) => call.emit('error', fault.error(fault.clientCode)));
 }
 
@@ -997,65 +1011,7 @@ function getModelInfo(request, answer) {
   });
 }
 
-// --- AdminService: what a router and an operator ask, and the drain ------------------------------
-
-function describe(t) {
-  const { prefill, client } = t;
-  return {
-    ref: refOf(t), request_id: t.requestId, state: State[t.state], peer: prefill?.owner.name,
-    age: duration(now() - t.created), state_age: duration(now() - t.since), blocks: t.blocks.length,
-    prompt_tokens: client?.prompt.length ?? prefill?.request.prompt_tokens,
-    generated_tokens: client?.rule.generated ?? t.output,
-  };
-}
-
-/** The key that an operator means; attempt 0 is the newest. */
-function keyNamed({ transfer_id: id, attempt }) {
-  const ref = { transfer_id: id, attempt: attempt || newestAttempt(id) || 1 };
-  return check.ref(ref, 'transfer', true);
-}
-
-/** A transfer as an operator sees it, ended ones while they are remembered. */
-function shown(key) {
-  const stone = tombstoneOf(key), live = byKey.get(key);
-  if (live) return { transfer: describe(live) };
-  if (!stone) throw new Fault('UNKNOWN_TRANSFER', `no transfer ${key} is known here`);
-  const { created, ended, fault, info } = stone;
-  const ages = { age: duration(now() - created), state_age: duration(now() - ended) };
-  return { transfer: { ...info, ...ages, last_error: fault?.status() } };
-}
-
-function getTransfer(request, answer) {
-  return answer(shown(keyNamed(request)));
-}
-
-/** End one by hand; one that has ended stays as it is. */
-function releaseTransfer(request, answer) {
-  const key = keyNamed(request), reason = request.reason || 'no reason given', t = byKey.get(key);
-  if (reason.length > 256) throw badRequest(wrong('reason', 'must have at most 256 characters'));
-  if (t) end(t, 'RELEASED', new Fault('RELEASED', `released by an operator: ${reason}`));
-  return answer(shown(key));
-}
-
-function getServerInfo(request, answer) {
-  const blocks = new Map([[FREE, free.length]]), states = new Map();
-  for (const t of transfers.values()) {
-    const state = { RESERVED, RECEIVING }[t.state] ?? DECODING;
-    blocks.set(state, (blocks.get(state) ?? 0) + t.blocks.length);
-    states.set(t.state, (states.get(t.state) ?? 0) + 1);
-  }
-  const counted = (counts) => {
-    return [...counts].map(([state, number]) => ({ state: State[state], transfers: number }));
-  };
-  const held = [...blocks].filter(([, number]) => number);
-  const server = {
-    instance: me, endpoint: me.control, model: 'sim', uptime: duration(now()),
-    health: draining ? DRAINING : SERVING, health_reason: draining ? 'draining' : '',
-    blocks: held.map(([state, number]) => ({ state, blocks: number })),
-    transfers: counted(states), ended: counted(endedCounts),
-  };
-  return answer({ server });
-}
+// --- the drain, and the end ----------------------------------------------------------------------
 
 /** Take nothing new, finish what runs, then exit. Of two deadlines the earlier counts. */
 function drain(request, answer) {
@@ -1100,6 +1056,7 @@ function leave() {
   draining ??= { until: now() };
   setReady(false);
   endAll();
+  admin.close(new Fault('DRAINING', `${me.name} is stopping`));
   for (const session of [...sessions.values()]) {
     session.forget();
     session.send({ goodbye: { reason: 'this decode instance stops' } });
@@ -1132,8 +1089,12 @@ function addServices() {
     Generate: serveGenerate, GetModelInfo: unary(getModelInfo),
   });
   control.addService(lenient(services.AdminService.service), {
-    GetServerInfo: unary(getServerInfo), GetTransfer: unary(getTransfer),
-    ReleaseTransfer: unary(releaseTransfer), Drain: unary(drain),
+    GetServerInfo: unary((...call) => admin.getServerInfo(...call)),
+    ListTransfers: unary((...call) => admin.listTransfers(...call)),
+    GetTransfer: unary((...call) => admin.getTransfer(...call)),
+    ReleaseTransfer: unary((...call) => admin.releaseTransfer(...call)),
+    WatchTransfers: (call) => refusing(call, () => admin.watchTransfers(call)),
+    Drain: unary(drain),
   });
   health.addToServer(control);
   bulk.addService(lenient(services.TransferService.service), { Transfer: serveTransfer });

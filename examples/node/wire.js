@@ -2,12 +2,14 @@
 // gRPC as decode.js uses it: time on the wire, streams out, handlers that end with a Fault.
 
 const grpc = require('@grpc/grpc-js');
+const { Reader } = require('protobufjs/minimal');
 const { Fault, badRequest, wrong } = require('./faults');
 
 const HOP_MARGIN_MS = 100; // every hop answers so long before its caller's own timer fires
 const MESSAGE_BYTES = 16 << 20;
 const LONGEST_TIMER_MS = 2 ** 31 - 1;
 const UNREADABLE = {}; // what a handler gets for a request that is no protobuf
+const BYTES = Symbol('bytes'); // of a request: what it came as
 
 /** Of every server. */
 const OPTIONS = {
@@ -37,18 +39,25 @@ function budgetOf(call) {
   return Math.max(0, left - step - HOP_MARGIN_MS);
 }
 
-/** Run `then` in `ms`, however long that is. */
+/** Run `then` in `ms`, however long that is, and not before what has come by then was read.
+ *
+ * A thread that was busy must not take a peer for silent.
+ */
 function timer(ms, then) {
   const handle = {};
+  const fire = () => { handle.due = setImmediate(then); };
   const arm = (left) => {
     const part = Math.min(Math.max(0, left), LONGEST_TIMER_MS);
-    handle.id = setTimeout(() => (left > part ? arm(left - part) : then()), part);
+    handle.id = setTimeout(() => (left > part ? arm(left - part) : fire()), part);
   };
   arm(ms);
   return handle;
 }
 
-const stopTimer = (handle) => clearTimeout(handle?.id);
+function stopTimer(handle) {
+  clearTimeout(handle?.id);
+  clearImmediate(handle?.due);
+}
 
 /** What goes out on a stream: one message at a time, so that those that wait may be joined. */
 class Outbox {
@@ -137,11 +146,22 @@ function checkReadable(message) {
   if (message === UNREADABLE) throw badRequest(wrong('message', 'is no protobuf'));
 }
 
-/** A service whose unreadable requests reach their handlers, which know what to answer. */
+/** A message's fields in the order in which they came, known or not: {number, bytes}. */
+function topFields(message) {
+  const reader = Reader.create(message), fields = [];
+  while (reader.pos < reader.len) {
+    const from = reader.pos, tag = reader.uint32();
+    reader.skipType(tag & 7);
+    fields.push({ number: tag >>> 3, bytes: message.subarray(from, reader.pos) });
+  }
+  return fields;
+}
+
+/** A service whose requests keep their bytes, and whose handlers get the unreadable ones too. */
 function lenient(service) {
   const readOr = (method) => (bytes) => {
     try {
-      return method.requestDeserialize(bytes);
+      return Object.assign(method.requestDeserialize(bytes), { [BYTES]: bytes });
     } catch {
       return UNREADABLE;
     }
@@ -164,6 +184,6 @@ function listen(server, host, port) {
 }
 
 module.exports = {
-  MESSAGE_BYTES, OPTIONS, Outbox, budgetOf, caught, checkReadable, duration, lenient, listen,
-  millis, now, stopTimer, timer, unary,
+  BYTES, MESSAGE_BYTES, OPTIONS, Outbox, budgetOf, caught, checkReadable, duration, lenient, listen,
+  millis, now, stopTimer, timer, topFields, unary,
 };
