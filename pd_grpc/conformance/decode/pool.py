@@ -41,6 +41,16 @@ async def load_now(p: Prefill) -> decode_pb2.Load:
     return await p.load()
 
 
+async def free(p: Prefill, blocks: int) -> decode_pb2.Load:
+    """Wait until so many blocks are free; returns the load that says so. What was given back may
+    have to wait for its last writer."""
+
+    def right(load: decode_pb2.Load) -> bool:
+        return load.free_blocks == blocks
+
+    return await eventually(lambda: load_now(p), right, f"{blocks} blocks free")
+
+
 async def queued(p: Prefill, requests: int) -> decode_pb2.Load:
     """Wait until so many Allocates wait in D; returns the load that says so."""
 
