@@ -30,6 +30,7 @@ DECODE: dict[str, Any] = {
     "engine": "sim",
     "num_blocks": 64,
     "block_size": 16,
+    "max_model_len": 4096,
     "allocate_queue": 64,
     "send_window_bytes": 4096,
     **SHORT,

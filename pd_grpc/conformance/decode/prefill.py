@@ -42,6 +42,7 @@ class Prefill:
         self._channel = channel
         self._beats = beats
         self._sequence = 0
+        self._joined_at = 0
         # A beat on its way while D ends the session would hide how D ended it.
         self._beating: Stream | None = None
         self._heard_more = asyncio.Event()
@@ -73,6 +74,7 @@ class Prefill:
         self.welcome = first.welcome
         self._session = stream
         self._sequence = 0
+        self._joined_at = len(self.heard)
         self._tasks.append(asyncio.create_task(self._listen(stream)))
         if self._beats:
             self._beating = stream
@@ -307,7 +309,7 @@ class Prefill:
         async def found() -> decode_pb2.HeartbeatAck:
             while True:
                 self._heard_more.clear()
-                for message in self.heard:
+                for message in self.heard[self._joined_at :]:
                     if message.heartbeat_ack.sequence == sequence:
                         return message.heartbeat_ack
                 await self._heard_more.wait()
