@@ -17,20 +17,20 @@ from pd_grpc.protocol.config import DecodeConfig
 
 
 class DecodeWorker:
-    """Behind a door with the given manners; with a ROUTER beside it where `zmq` says so."""
+    """Behind a door, whose manners can be changed; with a ROUTER beside it where `zmq` says so."""
 
     def __init__(self, spec: Mapping[str, Any]) -> None:
         self._config = DecodeConfig(name=spec["name"], **spec["settings"])
         timing = Timing(**spec["timing"])
         self._engine = TimedEngine(self._config, timing.steps, timing.scale)
-        self._manners = Manners(**spec["manners"])
         self._with_zmq = bool(spec["zmq"])
         self._server: DecodeServer | None = None
+        self._door: Door | None = None
         self._zmq: ZmqDoor | None = None
         self._hog: Holding | None = None
 
     async def start(self) -> Mapping[str, Any]:
-        door = Door(self._manners)
+        self._door = door = Door()
         self._engine.on_step = door.step
         self._server = server = await start_decode(
             self._config,
@@ -38,8 +38,6 @@ class DecodeWorker:
             decode_service=lambda runtime, config: DoorService(runtime, config, door),
             inference=WholeAnswers,
         )
-        if self._manners.full:
-            self._hog = server.pool.reserve(server.pool.free, BlockState.RESERVED, "somebody else")
         if self._with_zmq:
             self._zmq = ZmqDoor(server.runtime, door)
         router = self._zmq.endpoint if self._zmq else ""
@@ -49,11 +47,8 @@ class DecodeWorker:
         if command["do"] == "stats":
             process = psutil.Process()
             return {"cpu_s": sum(process.cpu_times()[:2]), "threads": process.num_threads()}
-        if command["do"] == "let go":
-            # What it pretended to be full of.
-            if self._hog is not None:
-                self._hog.release()
-                self._hog = None
+        if command["do"] == "behave":
+            self._behave(Manners(**command["manners"]))
             return True
         raise ValueError(f"do: {command['do']!r} is nothing that D does")
 
@@ -62,3 +57,16 @@ class DecodeWorker:
             await self._zmq.stop()
         if self._server is not None:
             await self._server.stop()
+
+    def _behave(self, manners: Manners) -> None:
+        """Be full, silent or slow, or none of it any more."""
+        assert self._server is not None and self._door is not None
+        self._door.manners = manners
+        if self._hog is not None:
+            self._hog.release()
+            self._hog = None
+        if manners.full:
+            pool = self._server.pool
+            self._hog = pool.reserve(pool.free, BlockState.RESERVED, "somebody else")
+        # Whoever waits for blocks may have them now.
+        self._server.runtime.wake()

@@ -32,8 +32,9 @@ class Manners:
 class Door:
     """To be made on D's loop; `step` is called on the engine thread."""
 
-    def __init__(self, manners: Manners) -> None:
-        self._manners = manners
+    def __init__(self) -> None:
+        self.manners = Manners()
+        """Of the Allocates that come from now on."""
         self._loop = asyncio.get_running_loop()
         self._open = asyncio.Event()
         self._open.set()
@@ -44,10 +45,10 @@ class Door:
 
     async def enter(self) -> None:
         """Wait to be let in."""
-        if self._manners.silent:
+        if self.manners.silent:
             await self._loop.create_future()
-        if self._manners.delay_s:
-            await asyncio.sleep(self._manners.delay_s)
+        if self.manners.delay_s:
+            await asyncio.sleep(self.manners.delay_s)
         await self._open.wait()
 
 

@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from pd_grpc.bench.door import Manners
 from pd_grpc.bench.seed_model import seed_steps
 from pd_grpc.engine.splitwise_steps import SPLITWISE
 from pd_grpc.engine.step_table import StepTable
@@ -51,13 +50,13 @@ class Timing:
 
 @dataclass(frozen=True)
 class Setup:
-    """A system to be started. `manners` has one entry for each D; `settings` are those of P and D,
-    `prefill_settings` of P alone, by the names of their configuration."""
+    """A system to be started. `settings` are those of P and D, `prefill_settings` of P alone, by
+    the names of their configuration."""
 
     row: Row
     timing: Timing
-    manners: tuple[Manners, ...] = (Manners(),)
     prefills: int = 1
+    decodes: int = 1
     router: bool = False
     settings: Mapping[str, Any] = field(default_factory=dict)
     prefill_settings: Mapping[str, Any] = field(default_factory=dict)

@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass, field
 from itertools import count
 from typing import Any
 
+from pd_grpc.bench.door import Manners
 from pd_grpc.bench.driver import Ended
 from pd_grpc.bench.legs import BenchRequest
 from pd_grpc.bench.processes import ANSWER_S, WorkerLost, WorkerProcess
@@ -84,19 +85,19 @@ class System:
         """Open every connection."""
         lengths = [Length(16, 2)]
         groups = {
-            str(i): Group(self.requests(lengths * 2, i), 2)
-            for i, manners in enumerate(self.setup.manners)
-            if not (manners.silent or manners.full)
+            str(i): Group(self.requests(lengths * 2, i), 2) for i in range(self.setup.decodes)
         }
         for each in await self.closed(groups, ANSWER_S):
             if each.fault:
                 raise WorkerLost(f"the warm-up failed: {each.fault}")
 
+    async def behave(self, decode: int, manners: Manners) -> None:
+        """How one D treats Allocates from now on."""
+        await self.decodes[decode].do("behave", manners=asdict(manners))
+
     async def settle(self) -> None:
         """Wait until every block is free again on every P and D, as they say themselves.
         BlocksLost."""
-        for decode in self.decodes:
-            await decode.do("let go")
         until = time.monotonic() + ANSWER_S
         for worker in (*self.prefills, *self.decodes):
             while held := await _held(worker.endpoint):
@@ -118,8 +119,8 @@ async def running_system(setup: Setup) -> AsyncIterator[System]:
         zmq = setup.row in THREADS or setup.row is Row.ZMQ_ASYNC
         decodes = await asyncio.gather(
             *(
-                start("decode", name=f"d{i}", zmq=zmq, manners=asdict(manners), **setup.common())
-                for i, manners in enumerate(setup.manners)
+                start("decode", name=f"d{i}", zmq=zmq, **setup.common())
+                for i in range(setup.decodes)
             )
         )
         routers = {decode.endpoint: decode.about["router"] for decode in decodes}

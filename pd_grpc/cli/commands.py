@@ -8,6 +8,7 @@ from typing import Any
 
 import typer
 
+from pd_grpc.cli.bench import bench
 from pd_grpc.cli.conformance import conformance
 from pd_grpc.cli.generate import generate
 from pd_grpc.cli.serve import serve
@@ -27,6 +28,7 @@ app.add_typer(serve, name="serve")
 app.command()(generate)
 app.command()(status)
 app.command()(conformance)
+app.add_typer(bench, name="bench")
 
 
 def _show_version(wanted: bool) -> None:
@@ -43,7 +45,7 @@ def options(
     ),
 ) -> None:
     """Disaggregated prefill and decode over gRPC."""
-    if context.invoked_subcommand in ("generate", "status", "conformance"):
+    if context.invoked_subcommand in ("generate", "status", "conformance", "bench"):
         # They are interrupted as any program is; up and serve have handlers of their own.
         for signum, handler in (context.obj or {}).items():
             signal.signal(signum, signal.SIG_DFL if handler is None else handler)

@@ -1,0 +1,80 @@
+"""One bad D among four: what the requests for the three good ones suffer."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from pd_grpc.bench.door import Manners
+from pd_grpc.bench.scope import Scope
+from pd_grpc.bench.seed_run import RequestsFailed, Tell
+from pd_grpc.bench.setup import Row, Setup, Timing
+from pd_grpc.bench.statistics import estimate
+from pd_grpc.bench.system import Group, System, running_system
+from pd_grpc.bench.workload import spread_lengths
+
+BAD: Mapping[str, Manners] = {
+    "full_d": Manners(full=True),
+    "silent_d": Manners(silent=True),
+    "slow_d": Manners(delay_s=2.0),
+}
+ROWS = {"pool": Row.POOL, "threads5": Row.ZMQ_THREADS5}
+GOOD = 3
+AT_ONCE = 16
+"""Requests under way for each good D."""
+BAD_AT_ONCE = 64
+"""And for the bad one: more than a window, so that some wait behind it."""
+_SCALE = 0.2
+_OUTPUT_TOKENS = 20
+_PER_SECOND = 100
+"""More requests a second than a D gets through, so that none runs out."""
+
+
+async def rates_of(row: Row, scope: Scope, tell: Tell) -> dict[str, float]:
+    """Requests for the good Ds that finish in a second: with nothing sent to the bad one (`alone`),
+    and with it bad in each way."""
+    timing = Timing(_SCALE, floor_ms=scope.floor_ms)
+    settings = {"num_blocks": 8000}
+    rates = {}
+    async with running_system(Setup(row, timing, decodes=GOOD + 1, settings=settings)) as system:
+        for name, bad in {"alone": None, **BAD}.items():
+            if bad is not None:
+                await system.behave(GOOD, bad)
+            rates[name] = await _throughput(system, scope, bad is not None)
+            tell(f"one bad D, {row.value}, {name}: {rates[name]:.1f} req/s")
+            await system.behave(GOOD, Manners())
+            await system.settle()
+    return rates
+
+
+async def _throughput(system: System, scope: Scope, with_bad: bool) -> float:
+    count = int(_PER_SECOND * scope.bad_window_s)
+    lengths = spread_lengths(count, scope.seed_input, _OUTPUT_TOKENS)
+    groups = {f"good-{i}": Group(system.requests(lengths, i), AT_ONCE) for i in range(GOOD)}
+    if with_bad:
+        # First, so that they are in the way from the start.
+        groups = {"bad": Group(system.requests(lengths, GOOD), BAD_AT_ONCE), **groups}
+    ended = await system.closed(groups, scope.bad_window_s)
+    good = [each for each in ended if each.group != "bad"]
+    faults = [each.fault for each in good if not each.finished]
+    if faults:
+        raise RequestsFailed(f"{len(faults)} requests for good Ds failed: {faults[0]}")
+    return len(good) / scope.bad_window_s
+
+
+async def bad_decode_figures(scope: Scope, tell: Tell) -> Mapping[str, Any]:
+    """`full_d_ratio_pool` and the like: throughput over that without the bad D."""
+    rates: dict[str, list[float]] = {}
+    for _ in range(scope.bad_repeats):
+        for label, row in ROWS.items():
+            for name, rate in (await rates_of(row, scope, tell)).items():
+                rates.setdefault(f"{name}_{label}", []).append(rate)
+    figures: dict[str, Any] = {"bad_d_rates_per_s": rates}
+    for label in ROWS:
+        for name in BAD:
+            alone = rates[f"alone_{label}"]
+            ratios = [a / b for a, b in zip(rates[f"{name}_{label}"], alone, strict=True)]
+            found = estimate(ratios)
+            figures[f"{name}_ratio_{label}"] = found.median
+            figures[f"{name}_ratio_{label}_interval"] = [found.low, found.high]
+    return figures

@@ -1,0 +1,56 @@
+"""How much is run: all of it, or what two minutes allow."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from pd_grpc.bench.seed_model import CONCURRENCY, INPUT_TOKENS, OUTPUT_TOKENS, REQUESTS
+
+FLOOR_MS = 87.0
+"""The fitted one; see `calibrate`."""
+
+
+@dataclass(frozen=True)
+class Scope:
+    """Sizes of every experiment; times are of the wall unless they say otherwise."""
+
+    quick: bool = False
+    repeats: int = 5
+    floor_ms: float = FLOOR_MS
+    seed_scale: float = 0.2
+    """Factor on every step time of the seed workload. Below it D's own work between two steps of
+    256 requests no longer fits into a step."""
+    seed_requests: int = REQUESTS
+    seed_at_once: int = CONCURRENCY
+    seed_input: int = INPUT_TOKENS
+    seed_output: int = OUTPUT_TOKENS
+    bad_repeats: int = 3
+    bad_window_s: float = 8.0
+    latency_repeats: int = 3
+    latency_requests: int = 200
+    trace: Path | None = None
+    trace_minutes: float = 10.0
+    trace_speed: float = 4.0
+    overload_window_s: float = 20.0
+    footprint_requests: int = 256
+
+    @classmethod
+    def fast(cls, trace: Path | None = None) -> Scope:
+        """The same keys within two minutes."""
+        return cls(
+            quick=True,
+            repeats=1,
+            seed_scale=0.1,
+            seed_requests=128,
+            seed_at_once=48,
+            seed_output=40,
+            bad_repeats=1,
+            bad_window_s=1.5,
+            latency_repeats=1,
+            latency_requests=60,
+            trace=trace,
+            trace_minutes=0.5,
+            overload_window_s=3.0,
+            footprint_requests=64,
+        )

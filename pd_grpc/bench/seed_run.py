@@ -1,0 +1,110 @@
+"""The seed workload: one P, one D, every row in turn."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from pd_grpc.bench.driver import Ended
+from pd_grpc.bench.scope import Scope
+from pd_grpc.bench.seed_model import THREADS5_S
+from pd_grpc.bench.setup import Row, Setup, Timing
+from pd_grpc.bench.statistics import estimate
+from pd_grpc.bench.system import Group, System, running_system
+from pd_grpc.bench.workload import spread_lengths
+
+LIMIT_S = 300.0
+"""Of one run, wall time."""
+
+Tell = Callable[[str], None]
+
+
+class RequestsFailed(RuntimeError):
+    """A run in which every request should have finished, and some did not."""
+
+
+@dataclass(frozen=True)
+class SeedRun:
+    """One run of one row. `seconds` is unscaled; `ends_s` are the unscaled times at which requests
+    ended, in order."""
+
+    row: Row
+    seconds: float
+    ends_s: tuple[float, ...]
+    prefill_cpu_s: float
+    decode_cpu_s: float
+
+
+async def run_seed(row: Row, scope: Scope) -> SeedRun:
+    """One run, on processes of its own."""
+    setup = Setup(row, Timing(scope.seed_scale, floor_ms=scope.floor_ms))
+    async with running_system(setup) as system:
+        lengths = spread_lengths(scope.seed_requests, scope.seed_input, scope.seed_output)
+        requests = system.requests(lengths)
+        if row is Row.BOUND:
+            wire = [asdict(request) for request in requests]
+            await system.prefills[0].do("prefetch", LIMIT_S, requests=wire)
+        before = await _cpu(system)
+        ended = await system.closed({"all": Group(requests, scope.seed_at_once)}, LIMIT_S)
+        after = await _cpu(system)
+    ends = all_finished(ended, len(requests))
+    unscaled = tuple(at / scope.seed_scale for at in ends)
+    cpu = [b - a for a, b in zip(before, after, strict=True)]
+    return SeedRun(row, unscaled[-1], unscaled, *cpu)
+
+
+async def _cpu(system: System) -> list[float]:
+    """Seconds of processor time that P and D have used."""
+    workers = (system.prefills[0], system.decodes[0])
+    return [(await worker.do("stats"))["cpu_s"] for worker in workers]
+
+
+async def run_rows(scope: Scope, tell: Tell) -> list[SeedRun]:
+    """Every row in turn, then all again."""
+    runs = []
+    for repeat in range(scope.repeats):
+        for row in Row:
+            run = await run_seed(row, scope)
+            tell(f"seed workload {repeat + 1}/{scope.repeats} {row.value}: {run.seconds:.1f} s")
+            runs.append(run)
+    return runs
+
+
+def all_finished(ended: list[Ended], expected: int) -> list[float]:
+    """When each ended, in order. RequestsFailed unless all `expected` finished."""
+    failed = [each.fault for each in ended if not each.finished]
+    if failed or len(ended) != expected:
+        raise RequestsFailed(
+            f"{len(ended) - len(failed)} of {expected} requests finished"
+            + (f"; the first fault: {failed[0]}" if failed else "")
+        )
+    return sorted(each.ended_s for each in ended)
+
+
+def seed_figures(runs: list[SeedRun]) -> Mapping[str, Any]:
+    """The figures by their names: medians, intervals under `..._interval`, every run's time under
+    `seed_runs_s`."""
+    times = {row: [run.seconds for run in runs if run.row is row] for row in Row}
+    figures: dict[str, Any] = {}
+    for row, seconds in times.items():
+        found = estimate(seconds)
+        figures[f"{row.value}_s"] = found.median
+        figures[f"{row.value}_s_interval"] = [found.low, found.high]
+    # Of the runs that followed one another, so that what slows the machine down counts for both.
+    for other in (Row.BOUND, Row.ZMQ_ASYNC, Row.ZMQ_THREADS5, Row.ZMQ_SERIAL):
+        ratios = [a / b for a, b in zip(times[Row.POOL], times[other], strict=True)]
+        found = estimate(ratios)
+        figures[f"pool_over_{other.value}"] = found.median
+        figures[f"pool_over_{other.value}_interval"] = [found.low, found.high]
+    threads5 = figures[f"{Row.ZMQ_THREADS5.value}_s"]
+    figures["threads5_prediction_error"] = (threads5 - THREADS5_S) / THREADS5_S
+    figures["seed_runs_s"] = {row.value: seconds for row, seconds in times.items()}
+    figures["seed_cpu_s"] = {
+        row.value: {
+            "prefill": [run.prefill_cpu_s for run in runs if run.row is row],
+            "decode": [run.decode_cpu_s for run in runs if run.row is row],
+        }
+        for row in Row
+    }
+    return figures

@@ -1,0 +1,128 @@
+"""`pd-grpc bench`: what preparing costs, beside what it is compared with."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.table import Table
+
+from pd_grpc.cli.console import EXIT_FAILED, EXIT_USAGE, progress, refuse, say_error, stdout
+
+if TYPE_CHECKING:
+    from pd_grpc.bench.scope import Scope
+
+_NEEDS = ("psutil", "zmq", "matplotlib")
+
+bench = typer.Typer(no_args_is_help=True, help="Measure over real processes on this machine.")
+
+
+@bench.command()
+def prepare(
+    json_file: Annotated[
+        Path | None, typer.Option("--json", metavar="FILE", help="Write the figures as JSON.")
+    ] = None,
+    plot: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Draw requests done against time, a line per row."),
+    ] = None,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="Every figure within two minutes, from far less.")
+    ] = False,
+    trace: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="azure_llm_2023_conv.csv or one of its form; without it, ten minutes of it that "
+            "come with the package.",
+        ),
+    ] = None,
+) -> None:
+    """Compare the prepare pool with how systems of this kind prepare today.
+
+    Without --quick it takes most of an hour, and wants the machine for itself.
+    """
+    _check_extra()
+    from pd_grpc.bench.plot import plot_rows
+    from pd_grpc.bench.prepare import bench_prepare
+    from pd_grpc.bench.scope import Scope
+    from pd_grpc.bench.trace import NoTrace, read_trace
+
+    scope = Scope.fast(trace) if quick else Scope(trace=trace)
+    try:
+        read_trace(trace, scope.trace_minutes)
+    except NoTrace as error:
+        refuse(str(error))
+    figures, runs = _run("bench", lambda tell: bench_prepare(scope, tell))
+    if json_file is not None:
+        json_file.write_text(json.dumps(figures, indent=1) + "\n")
+    if plot is not None:
+        plot_rows(runs, _title(scope), plot)
+    stdout.print(_table(figures))
+
+
+@bench.command()
+def calibrate() -> None:
+    """Fit the one free parameter of the seed's step times to the serial row alone.
+
+    The constant FLOOR_MS in pd_grpc/bench/scope.py is what it printed.
+    """
+    _check_extra()
+    from pd_grpc.bench.calibrate import calibrate as fit
+    from pd_grpc.bench.scope import Scope
+
+    found = _run("calibrate", lambda tell: fit(Scope(), tell))
+    stdout.print(f"floor_ms {found.floor_ms:.2f}: the serial row takes {found.serial_s:.1f} s")
+
+
+def _run(title: str, work: Any) -> Any:
+    """What `work`, told where to report progress, returns; exits when an experiment fails."""
+    from pd_grpc.bench.calibrate import NoFit
+    from pd_grpc.bench.processes import WorkerLost
+    from pd_grpc.bench.seed_run import RequestsFailed
+    from pd_grpc.bench.system import BlocksLost
+
+    try:
+        with progress(title) as tell:
+            return asyncio.run(work(tell))
+    except (NoFit, WorkerLost, RequestsFailed, BlocksLost) as error:
+        say_error(str(error))
+        raise typer.Exit(EXIT_FAILED) from error
+
+
+def _check_extra() -> None:
+    from pd_grpc.bench.zmq_wire import MissingExtra, load
+
+    try:
+        for module in _NEEDS:
+            load(module)
+    except MissingExtra as error:
+        say_error(str(error))
+        raise typer.Exit(EXIT_USAGE) from error
+
+
+def _title(scope: Scope) -> str:
+    return (
+        f"1P1D, {scope.seed_requests:,} requests, {scope.seed_at_once} at once, "
+        f"{scope.seed_input:,} tokens in and {scope.seed_output} out, "
+        f"time scale {scope.seed_scale:g}"
+    )
+
+
+def _table(figures: dict[str, Any]) -> Table:
+    from pd_grpc.bench.setup import Row
+    from pd_grpc.bench.targets import TARGETS
+
+    table = Table("figure", "value", "95% interval", "target", "met")
+    names = [f"{row.value}_s" for row in Row] + ["threads5_prediction_error"]
+    targets = {target.figure: target for target in TARGETS}
+    for name in [*names, *targets]:
+        low, high = figures.get(f"{name}_interval", (None, None))
+        interval = "" if low is None else f"{low:.3f} to {high:.3f}"
+        target = targets.get(name)
+        met = "" if target is None else ("yes" if target.met(figures[name]) else "NO")
+        table.add_row(name, f"{figures[name]:.3f}", interval, str(target or ""), met)
+    return table
