@@ -212,6 +212,10 @@ class Stream:
         self._call.cancel()
         await self._reader
 
+    async def wait_for_end(self) -> None:
+        """Wait until the subject has ended the call; what it sent can still be read."""
+        await asyncio.wait([self._reader])
+
     @property
     def is_over(self) -> bool:
         """Whether the subject has ended the call."""

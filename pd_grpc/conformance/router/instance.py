@@ -234,6 +234,10 @@ class Instances:
         """The next call of the router's to a D."""
         return await within(None, self.generates.get(), what)
 
+    async def next_legs(self) -> tuple[PrefillLeg, DecodeLeg]:
+        """The next call to P and the next to a D, whichever comes first."""
+        return await self.prefills.get(), await self.generates.get()
+
     async def any_call(self) -> str:
         """Wait until a leg comes; says where."""
         queues: tuple[asyncio.Queue[Any], ...] = (self.prefills, self.generates)

@@ -234,19 +234,18 @@ class Router:
     async def both_legs(self, client: ClientLeg) -> Routed:
         """The request of a client's call, once its two legs have come. Broken when the call ends
         before, or they do not come."""
-        legs = asyncio.gather(self.instances.prefills.get(), self.instances.generates.get())
-        ended = asyncio.ensure_future(client.stream.wait_for_message())
-        done, _ = await within(
-            None,
-            asyncio.wait((legs, ended), return_when=asyncio.FIRST_COMPLETED),
-            "Prefill and Generate called on the kit's instances",
-        )
-        if legs not in done:
+        what = "Prefill and Generate called on the kit's instances"
+        legs = asyncio.ensure_future(self.instances.next_legs())
+        ended = asyncio.ensure_future(client.stream.wait_for_end())
+        either = asyncio.wait((legs, ended), return_when=asyncio.FIRST_COMPLETED)
+        try:
+            await within(None, either, what)
+            if not legs.done():
+                broken(what, f"the end of Generate: {await client.ends()}")
+            return Routed(self.instances, client, *legs.result())
+        finally:
             legs.cancel()
-            why = await client.stream.ended() if ended.result() is None else ended.result()
-            broken("Prefill and Generate called on the kit's instances", why)
-        ended.cancel()
-        return Routed(self.instances, client, *legs.result())
+            ended.cancel()
 
     async def refused(
         self,
