@@ -104,7 +104,7 @@ async def the_alternate_is_released(p: Prefill) -> None:
 @case(607, "Every grant P holds. D renews these alone")
 async def heartbeats_forget_what_was_left(p: Prefill) -> None:
     """After the caller has left, heartbeats list its grant no more."""
-    d = await p.decode(Times(heartbeat=0.1, lease=0.3))
+    d = await p.decode(Times(heartbeat=0.2, lease=0.6))
     d.kv.chunk.hold()
     request = p.request()
     caller = p.call(request, d)

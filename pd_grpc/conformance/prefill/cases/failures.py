@@ -27,7 +27,7 @@ RELEASES = (
 async def a_grant_that_d_does_not_know(p: Prefill) -> None:
     """D has lost a grant that a heartbeat lists: its caller hears LEASE_EXPIRED, the other one
     nothing."""
-    d = await p.decode(Times(heartbeat=0.1, lease=0.3))
+    d = await p.decode(Times(heartbeat=0.2, lease=0.6))
     d.kv.end.hold()
     lost, kept = p.request(), p.request()
     caller, other = p.call(lost, d), p.call(kept, d)

@@ -186,7 +186,7 @@ async def nobody_listens(p: Prefill) -> None:
 async def a_decode_that_drains(p: Prefill) -> None:
     """D has said that it drains: it is asked no more, a request that names it alone hears DRAINING
     and one with an alternate is handed over there."""
-    first, second = await p.decode(Times(heartbeat=0.1, lease=0.3)), await p.decode()
+    first, second = await p.decode(Times(heartbeat=0.2, lease=0.6)), await p.decode()
     await p.call(p.request(), first).handed_off()
     beats = len(first.session.heartbeats)
     first.session.say(drain=decode_pb2.Drain(deadline=duration(30)))
