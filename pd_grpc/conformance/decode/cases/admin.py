@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Sequence
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
@@ -24,8 +24,8 @@ SERVING = health_pb2.HealthCheckResponse.SERVING
 
 @case(
     900,
-    "the empty name is SERVING while the process is up, the full name of a service of its own while"
-    " it takes new requests",
+    "the empty name is SERVING while the process is up, the full name of a service of its own"
+    " while it takes new requests, and NOT_SERVING otherwise.",
 )
 async def health_of_a_running_instance(d: Decode) -> None:
     """Health is asked for the process and for DecodeService: both are SERVING."""
@@ -206,11 +206,15 @@ async def _server_info(d: Decode) -> admin_pb2.ServerInfo:
 
 
 async def _list(
-    d: Decode, page_size: int = 0, page_token: str = "", states: tuple[int, ...] | list[int] = ()
+    d: Decode,
+    page_size: int = 0,
+    page_token: str = "",
+    states: Sequence[types_pb2.TransferState] = (),
 ) -> admin_pb2.ListTransfersResponse:
     """Transfers in flight. NotApplicable for a D without ListTransfers."""
-    request = admin_pb2.ListTransfersRequest(page_size=page_size, page_token=page_token)
-    request.states.extend(states)  # type: ignore[arg-type]
+    request = admin_pb2.ListTransfersRequest(
+        page_size=page_size, page_token=page_token, states=states
+    )
     call = d.admin.ListTransfers(request, timeout=answer_s())
     answer: admin_pb2.ListTransfersResponse = await if_served(call, "ListTransfers")
     return answer

@@ -10,7 +10,7 @@ from pd_grpc.conformance.decode.cases.registry import DECODE_CASES as case
 from pd_grpc.conformance.decode.pool import fill, load_now, request_of, wait_in_queue
 from pd_grpc.conformance.decode.prefill import wanted_blocks
 from pd_grpc.conformance.decode.subject import Decode
-from pd_grpc.conformance.request import prompt_of
+from pd_grpc.conformance.request import Request, prompt_of
 from pd_grpc.protocol.faults import Fault, Reason, read_status
 from pd_grpc.protocol.messages import duration, seconds
 from pd_grpc.v1 import decode_pb2, layout_pb2, sampling_pb2, types_pb2
@@ -96,7 +96,11 @@ async def no_output(d: Decode) -> None:
     check_field(await _refused(d, max_new_tokens=0), "max_new_tokens")
 
 
-@case(208, "then adapter id and media hashes where there are any; 32 bytes.")
+@case(
+    208,
+    "SHA-256 over the tokens as little-endian uint32 (prompt, then generated), then adapter id"
+    " and media hashes where there are any; 32 bytes.",
+)
 async def a_digest_of_another_size(d: Decode) -> None:
     """A digest that is missing, of 31 bytes or of 33 is refused."""
     for size in (0, 31, 33):
@@ -138,7 +142,11 @@ async def larger_than_the_pool(d: Decode) -> None:
     expect(int(needed) > int(total), "more needed than there is in total", dict(fault.metadata))
 
 
-@case(212, "the same body without session_id, max_wait and budget gets the same answer")
+@case(
+    212,
+    "Idempotent: the same body without session_id, max_wait and budget gets the same answer,"
+    " and repeated calls wait together, each for its own max_wait.",
+)
 async def asking_again(d: Decode) -> None:
     """The same Allocate, with another max_wait and budget and in a newer session: same answer."""
     p = await d.prefill()
@@ -151,7 +159,11 @@ async def asking_again(d: Decode) -> None:
     expect_equal(again, grant, "the answer to the same body in a newer session,")
 
 
-@case(213, "ALREADY_EXISTS with DUPLICATE_TRANSFER for another body while the ref is in flight")
+@case(
+    213,
+    "ALREADY_EXISTS with DUPLICATE_TRANSFER for another body while the ref is in flight, which"
+    " is unharmed",
+)
 async def another_body(d: Decode) -> None:
     """The same ref with a body that differs in one field is refused; the first comes to its end."""
     p = await d.prefill()
@@ -205,7 +217,11 @@ async def asking_again_with_less_budget(d: Decode) -> None:
     )
 
 
-@case(216, "granted at once, without blocks and without Transfer.")
+@case(
+    216,
+    "False when the first token is sure to end the answer, for example with max_tokens 1:"
+    " granted at once, without blocks and without Transfer.",
+)
 async def no_kv_needed(d: Decode) -> None:
     """Without kv_needed a grant wants nothing, takes no blocks, and the first token ends it."""
     p = await d.prefill()
@@ -222,7 +238,7 @@ async def no_kv_needed(d: Decode) -> None:
     await leg.answers([token])
 
 
-@case(217, "granted at once, without blocks and without Transfer. The first token must")
+@case(217, "granted at once, without blocks and without Transfer.")
 async def no_kv_needed_when_the_pool_is_full(d: Decode) -> None:
     """Without kv_needed nothing waits: not for blocks, and not behind one that waits for them."""
     p = await d.prefill()
@@ -258,7 +274,7 @@ def _ref(d: Decode, **fields: Any) -> types_pb2.TransferRef:
     return ref
 
 
-def _of_length(d: Decode, prompt: int, output: int) -> Any:
+def _of_length(d: Decode, prompt: int, output: int) -> Request:
     """A request of so many tokens of prompt and output."""
     tokens = prompt_of(d.name("prompt"), prompt, d.subject.info.vocab_size)
     sampling = sampling_pb2.SamplingParams(max_tokens=output, temperature=0)

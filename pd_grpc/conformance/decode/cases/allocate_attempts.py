@@ -32,7 +32,10 @@ async def a_greater_attempt(d: Decode) -> None:
     await second.answers(wanted)
 
 
-@case(231, "A greater attempt supersedes a smaller one everywhere, even when it comes from another")
+@case(
+    231,
+    "A greater attempt supersedes a smaller one everywhere, even when it comes from another P",
+)
 async def a_greater_attempt_of_another_prefill(d: Decode) -> None:
     """Another P asks for attempt 2: it is granted, and the P of attempt 1 is told."""
     p, other = await d.prefill(), await d.prefill()
@@ -42,7 +45,11 @@ async def a_greater_attempt_of_another_prefill(d: Decode) -> None:
     await _told(p, request)
 
 
-@case(232, "An attempt smaller than the greatest that is in flight or remembered is refused")
+@case(
+    232,
+    "An attempt smaller than the greatest that is in flight or remembered is refused with"
+    " ABORTED, STALE_ATTEMPT.",
+)
 async def a_smaller_attempt(d: Decode) -> None:
     """Attempt 2 is refused while 3 is in flight, with both numbers; 3 is unharmed."""
     p = await d.prefill()
@@ -71,7 +78,7 @@ async def a_smaller_attempt_than_one_remembered(d: Decode) -> None:
     await p.allocate(_attempt(newest, 3))
 
 
-@case(234, "a newer attempt, session or stream took over")
+@case(234, "A greater attempt supersedes a smaller one everywhere")
 async def a_greater_attempt_of_one_that_waits(d: Decode) -> None:
     """P asks for attempt 2 while 1 waits for blocks: 1 is refused, 2 gets the blocks."""
     p = await d.prefill()

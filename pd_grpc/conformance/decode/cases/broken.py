@@ -13,7 +13,7 @@ from pd_grpc.conformance.decode.subject import Decode
 from pd_grpc.protocol.faults import Reason
 
 
-@case(170, "When the stream breaks without goodbye the grants of its P live on for Welcome.grace")
+@case(170, "a new session of the same epoch takes them over.")
 async def back_within_grace(d: Decode) -> None:
     """The session breaks and P comes back at once: its grant is good for the whole answer."""
     p = await d.prefill()
@@ -40,7 +40,11 @@ async def not_back_within_grace(d: Decode) -> None:
     await leg.fails(Reason.PREFILL_LOST, "P did not come back", d.times.grace + answer_s())
 
 
-@case(172, "and calls in the session's name are still taken; a new session of the same epoch takes")
+@case(
+    172,
+    "When the stream breaks without goodbye the grants of its P live on for Welcome.grace, or"
+    " their leases if those are shorter, and calls in the session's name are still taken",
+)
 async def calls_while_the_session_is_broken(d: Decode) -> None:
     """The session breaks: for half of grace the first token is taken again and again."""
     p = await d.prefill()
@@ -56,7 +60,9 @@ async def calls_while_the_session_is_broken(d: Decode) -> None:
 
 
 @case(
-    173, "When the stream breaks without goodbye the grants of its P live on for Welcome.grace, or"
+    173,
+    "When the stream breaks without goodbye the grants of its P live on for Welcome.grace, or"
+    " their leases if those are shorter",
 )
 async def half_closed_is_broken(d: Decode) -> None:
     """P says no more on its session, without goodbye, and stays away: PREFILL_LOST after grace."""

@@ -7,7 +7,6 @@ of all cases, looked at from every side; each case then tells what one look has 
 from __future__ import annotations
 
 from collections.abc import Awaitable
-from typing import Any
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
@@ -15,6 +14,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from pd_grpc.conformance.calls import check_fault, if_served, refusal
 from pd_grpc.conformance.case import Broken, NotApplicable, answer_s, expect, expect_equal
 from pd_grpc.conformance.decode.cases.registry import DECODE_CASES as case
+from pd_grpc.conformance.decode.client import ClientLeg
 from pd_grpc.conformance.decode.pool import fill, wait_in_queue
 from pd_grpc.conformance.decode.prefill import Prefill
 from pd_grpc.conformance.decode.subject import Decode
@@ -32,37 +32,52 @@ async def the_answer_counts(d: Decode) -> None:
     await _shown(d, "answer")
 
 
-@case(951, "How long D still finishes what it has, from now on; what is left then fails with")
+@case(
+    951,
+    "How long D still finishes what it has, from now on; what is left then fails with DRAINING.",
+)
 async def prefills_are_told(d: Decode) -> None:
     """Drain is called: a P with a session hears of it, and how long it lasts."""
     await _shown(d, "told")
 
 
-@case(952, "A draining D grants nothing new: Allocates that wait and Allocates and Generates of")
+@case(
+    952,
+    "A draining D grants nothing new: Allocates that wait and Allocates and Generates of"
+    " transfers that have no grant are refused with UNAVAILABLE, DRAINING.",
+)
 async def what_waits_is_refused(d: Decode) -> None:
     """Drain is called while an Allocate waits for blocks: that is refused."""
     await _shown(d, "waiting")
 
 
-@case(953, "UNAVAILABLE with DRAINING, or with ENGINE_STUCK while D's engine makes no progress.")
+@case(
+    953,
+    "Allocates and Generates of transfers that have no grant are refused with UNAVAILABLE,"
+    " DRAINING.",
+)
 async def what_is_new_is_refused(d: Decode) -> None:
     """Allocate of a draining D, with kv_needed and without, is refused."""
     await _shown(d, "allocate")
 
 
-@case(954, "What has a grant goes on until the drain's deadline")
+@case(954, "What has a grant goes on until the drain's deadline, and then fails with DRAINING.")
 async def what_is_granted_may_be_asked_again(d: Decode) -> None:
     """Allocate that was granted before the drain is repeated: it gets the same answer."""
     await _shown(d, "again")
 
 
-@case(955, "the instance takes nothing new, or leaves")
+@case(955, "A draining D grants nothing new")
 async def local_requests_are_refused(d: Decode) -> None:
     """Generate that a draining D would have to prefill itself is refused."""
     await _shown(d, "local")
 
 
-@case(956, "Generates of transfers that have no grant are refused with UNAVAILABLE, DRAINING.")
+@case(
+    956,
+    "Allocates and Generates of transfers that have no grant are refused with UNAVAILABLE,"
+    " DRAINING.",
+)
 async def legs_without_a_grant_are_refused(d: Decode) -> None:
     """Generate of a hand-over that a draining D has not granted is refused."""
     await _shown(d, "leg")
@@ -86,7 +101,10 @@ async def server_info_says_so(d: Decode) -> None:
     await _shown(d, "info")
 
 
-@case(960, "of a service of its own while it takes new requests, and NOT_SERVING otherwise.")
+@case(
+    960,
+    "the full name of a service of its own while it takes new requests, and NOT_SERVING otherwise.",
+)
 async def health_says_so(d: Decode) -> None:
     """Health of a draining D: the process is up, DecodeService takes nothing new."""
     await _shown(d, "health")
@@ -205,14 +223,14 @@ class _Drain:
             expect_equal(answer.status, status, f"status of {service!r}")
 
     async def _finished(
-        self, p: Prefill, request: Request, grant: decode_pb2.AllocateResponse, leg: Any
+        self, p: Prefill, request: Request, grant: decode_pb2.AllocateResponse, leg: ClientLeg
     ) -> None:
         wanted = self._d.answer(request)
         await p.first_token(request, grant, wanted[0])
         await p.send_kv(request, grant)
         await leg.answers(wanted)
 
-    async def _left(self, p: Prefill, request: Request, leg: Any) -> None:
+    async def _left(self, p: Prefill, request: Request, leg: ClientLeg) -> None:
         await self._drain(0)
         await leg.fails(Reason.DRAINING, "the drain's deadline is over")
         ended = await p.told_of(request, "the end of what was left")

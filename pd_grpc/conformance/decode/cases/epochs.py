@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Any
 
 from pd_grpc.conformance.calls import check_metadata, refusal
 from pd_grpc.conformance.case import expect_equal
 from pd_grpc.conformance.decode.cases.registry import DECODE_CASES as case
 from pd_grpc.conformance.decode.prefill import Prefill
 from pd_grpc.conformance.decode.subject import Decode
+from pd_grpc.conformance.request import Request
 from pd_grpc.protocol.faults import Reason
-from pd_grpc.v1 import types_pb2
+from pd_grpc.v1 import decode_pb2, types_pb2
 
 
-@case(150, "Of two instances of one name the greater epoch supersedes: the smaller is refused")
+@case(
+    150,
+    "Of two instances of one name the greater epoch supersedes: the smaller is refused with"
+    " FAILED_PRECONDITION, STALE_EPOCH",
+)
 async def a_smaller_epoch(d: Decode) -> None:
     """P with a smaller epoch than one that has a session is refused with both epochs."""
     p = await d.prefill()
@@ -68,7 +72,10 @@ async def a_second_session_ends_the_first(d: Decode) -> None:
     await p.heartbeat()
 
 
-@case(155, "A call whose session_id is unknown or superseded is FAILED_PRECONDITION with")
+@case(
+    155,
+    "A call whose session_id is unknown or superseded is FAILED_PRECONDITION with NO_SESSION.",
+)
 async def calls_in_the_name_of_another_session(d: Decode) -> None:
     """Allocate, SendFirstToken and Release with a superseded session_id and with one made up."""
     p = await d.prefill()
@@ -86,7 +93,11 @@ async def calls_in_the_name_of_another_session(d: Decode) -> None:
     await _still_granted(p, request, grant)
 
 
-@case(156, "the one before the newest is still taken, for a stream may cross with a new session")
+@case(
+    156,
+    "FAILED_PRECONDITION with NO_SESSION when session_id is unknown or long superseded (the one"
+    " before the newest is still taken, for a stream may cross with a new session)",
+)
 async def a_transfer_that_crosses_with_a_new_session(d: Decode) -> None:
     """Transfer with the session_id before the newest is taken; one session earlier it is not."""
     p = await d.prefill()
@@ -102,7 +113,7 @@ async def a_transfer_that_crosses_with_a_new_session(d: Decode) -> None:
     await _still_granted(p, request, grant)
 
 
-@case(157, "The newest session of an epoch owns all its grants")
+@case(157, "The newest session of an epoch owns all its grants and renews them when it begins")
 async def grants_go_over_to_the_new_session(d: Decode) -> None:
     """A grant of the first session is used in the name of the second, to the whole answer."""
     p = await d.prefill()
@@ -159,9 +170,8 @@ async def a_transfer_of_another(d: Decode) -> None:
     await leg.answers(wanted)
 
 
-async def _still_granted(p: Prefill, request: Any, grant: Any) -> None:
-    """Broken unless the transfer lives: a heartbeat knows its grant, and giving it back is ours to
-    do."""
+async def _still_granted(p: Prefill, request: Request, grant: decode_pb2.AllocateResponse) -> None:
+    """Broken unless the transfer lives: a heartbeat knows its grant, and it can be given back."""
     ack = await p.heartbeat(grant.grant_id)
     expect_equal(list(ack.unknown_grant_ids), [], "unknown_grant_ids")
     expect_equal(await p.release(request), types_pb2.TRANSFER_STATE_RELEASED, "state")

@@ -41,7 +41,7 @@ SAMPLING_OFF: dict[str, Any] = {"min_p": 0.0, "repetition_penalty": 1.0, "n": 1}
 """The same fields with the values that mean off."""
 
 
-@case(700, "and the parts that schedule it. All of it is reserved in v1.")
+@case(700, "All of it is reserved in v1.")
 async def scope_in_allocate(d: Decode) -> None:
     """Allocate with each field of scope in turn is refused by its name; no block is used."""
     p = await d.prefill()
@@ -69,7 +69,11 @@ async def sampling_in_allocate(d: Decode) -> None:
     expect_equal(load.free_blocks, load.total_blocks, "free_blocks")
 
 
-@case(702, "What a request runs as: the parts of its identity that make KV differ for equal token")
+@case(
+    702,
+    'A field or value that says "reserved" is part of the protocol\'s shape. A request that uses'
+    " one is refused with UNIMPLEMENTED and reason FEATURE by a server that was not built for it",
+)
 async def scope_in_generate(d: Decode) -> None:
     """Generate with each field of scope in turn is refused, with a hand-off and without."""
     for local in (False, True):
@@ -79,7 +83,12 @@ async def scope_in_generate(d: Decode) -> None:
             _named(await leg.fails(Reason.FEATURE, f"scope.{field}"), field)
 
 
-@case(703, "and so is one that needs a feature which was not negotiated; neither is ever ignored.")
+@case(
+    703,
+    "A request that uses one is refused with UNIMPLEMENTED and reason FEATURE by a server that"
+    " was not built for it, and so is one that needs a feature which was not negotiated; neither"
+    " is ever ignored.",
+)
 async def sampling_in_generate(d: Decode) -> None:
     """Generate with each reserved field of sampling is refused, with a hand-off and without."""
     for local in (False, True):
@@ -100,7 +109,7 @@ async def logprobs_that_were_not_negotiated(d: Decode) -> None:
     await p.allocate(request)
 
 
-@case(705, "answers per request. 0 and 1 mean one; n above 1 is sent as n transfers.")
+@case(705, "Reserved: answers per request. 0 and 1 mean one; n above 1 is sent as n transfers.")
 async def reserved_fields_that_are_off(d: Decode) -> None:
     """Reserved fields with the values that mean off change nothing: the answer is the same."""
     p = await d.prefill()

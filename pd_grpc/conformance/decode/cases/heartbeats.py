@@ -47,7 +47,11 @@ async def acks_carry_the_sequence(d: Decode) -> None:
     expect_equal(acks, sequences, "the sequences of the acks")
 
 
-@case(112, "Listed grants that D does not know as this P's")
+@case(
+    112,
+    "Listed grants that D does not know as this P's; P fails their transfers at once, with"
+    " LEASE_EXPIRED.",
+)
 async def unknown_grants_are_named(d: Decode) -> None:
     """Of three grants listed, the ack names the one made up and the one of another P."""
     p, other = await d.prefill(), await d.prefill()
@@ -83,7 +87,11 @@ async def a_grant_handed_off_is_known(d: Decode) -> None:
     await d.generate(request).answers(wanted)
 
 
-@case(115, "A lease that ends brings the transfer to EXPIRED: client and P hear LEASE_EXPIRED")
+@case(
+    115,
+    "A lease that ends brings the transfer to EXPIRED: client and P hear LEASE_EXPIRED, and the"
+    " blocks go back.",
+)
 async def both_hear_of_a_lease_that_ends(d: Decode) -> None:
     """Nobody renews a grant: its client and its P are told, and not before the lease is over."""
     p = await d.prefill()
@@ -129,7 +137,10 @@ async def load_counts_who_waits(d: Decode) -> None:
     expect_equal((await queued(p, 0)).queued_tokens, 0, "queued_tokens, with nobody waiting,")
 
 
-@case(118, "NOT_FOUND with LEASE_EXPIRED when P sent no heartbeat")
+@case(
+    118,
+    "NOT_FOUND with LEASE_EXPIRED when P sent no heartbeat or read nothing for two heartbeats",
+)
 async def a_silent_session_ends(d: Decode) -> None:
     """P sends no heartbeat: its session lives for more than one period and ends after two."""
     p = d.new_prefill()

@@ -8,7 +8,7 @@ from pd_grpc.conformance.calls import check_field
 from pd_grpc.conformance.case import expect, expect_equal
 from pd_grpc.conformance.decode.cases.registry import DECODE_CASES as case
 from pd_grpc.conformance.decode.subject import Decode
-from pd_grpc.protocol.faults import Reason
+from pd_grpc.protocol.faults import Fault, Reason
 from pd_grpc.v1 import layout_pb2, types_pb2
 
 UNKNOWN_TRANSPORT: Any = 99
@@ -59,7 +59,11 @@ async def every_wrong_field_is_named(d: Decode) -> None:
         expect(path in named, f"a violation that names {path}", named)
 
 
-@case(126, "Transports P can use, best first. Empty means INLINE.")
+@case(
+    126,
+    "FAILED_PRECONDITION with LAYOUT_MISMATCH, the field and both values, when layout,"
+    " transport, shards or hash algorithm do not fit",
+)
 async def transports_without_inline(d: Decode) -> None:
     """P that has only a transport that is reserved is refused; P that names none gets INLINE."""
     transports = [layout_pb2.TRANSPORT_NIXL]
@@ -80,7 +84,7 @@ async def an_unknown_transport_beside_inline(d: Decode) -> None:
     expect_equal(welcome.transport, layout_pb2.TRANSPORT_INLINE, "transport")
 
 
-async def _refused(d: Decode, field: str, **instance: Any) -> Any:
+async def _refused(d: Decode, field: str, **instance: Any) -> Fault:
     """The fault of a hello whose instance has these fields instead of the right ones."""
     p = d.new_prefill()
     who = types_pb2.Instance()

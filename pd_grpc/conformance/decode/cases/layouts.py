@@ -23,7 +23,11 @@ async def another_model(d: Decode) -> None:
         await _differs(d, lambda layout: layout, field, "kit-another")
 
 
-@case(131, "a difference is FAILED_PRECONDITION with reason LAYOUT_MISMATCH, the field and both")
+@case(
+    131,
+    "Two layouts are compared at Hello field by field, with defaults filled in; a difference is"
+    " FAILED_PRECONDITION with reason LAYOUT_MISMATCH, the field and both values.",
+)
 async def another_shape(d: Decode) -> None:
     """A layout with one more token in a block, layer, head or dimension is refused."""
     own = d.subject.info.layout
@@ -34,7 +38,10 @@ async def another_shape(d: Decode) -> None:
     await _differs(d, _plane, "head_dim", plane.head_dim + 1)
 
 
-@case(132, "Element type: float32, float16, bfloat16, float8_e4m3, int8 or uint8.")
+@case(
+    132,
+    "a difference is FAILED_PRECONDITION with reason LAYOUT_MISMATCH, the field and both values.",
+)
 async def another_element_type(d: Decode) -> None:
     """A layout whose second plane has elements of another type is refused."""
     own = d.subject.info.layout.groups[0].planes[-1].dtype
@@ -57,7 +64,11 @@ async def other_planes(d: Decode) -> None:
         expect_equal(_last(fault), field, "metadata 'field', the last of its path,")
 
 
-@case(134, "Anything else names an engine's own packing")
+@case(
+    134,
+    "Anything else names an engine's own packing: equal formats travel as they are, unequal"
+    " ones only inline and canonically.",
+)
 async def another_packing(d: Decode) -> None:
     """A layout of an engine's own packing is refused by a D of the canonical format."""
     await _differs(d, lambda layout: layout, "format", "kit-packing")
@@ -96,7 +107,9 @@ async def defaults_are_filled_in(d: Decode) -> None:
 
 
 @case(
-    137, "when the best layout has a group or plane that is not built and none of the others fits"
+    137,
+    "UNIMPLEMENTED with FEATURE when the best layout has a group or plane that is not built and"
+    " none of the others fits",
 )
 async def a_group_or_plane_not_built(d: Decode) -> None:
     """A layout of a reserved kind of group, or with a reserved kind of plane, needs a feature."""
@@ -108,14 +121,23 @@ async def a_group_or_plane_not_built(d: Decode) -> None:
     await d.new_prefill().join(layouts=[exotic, d.subject.info.layout])
 
 
-@case(138, "FEATURE where the value names a way to do the thing (kind of a layout's group or plane")
+@case(
+    138,
+    "A request with an enum value that the server does not know is refused: with FEATURE where"
+    " the value names a way to do the thing (kind of a layout's group or plane, transport of a"
+    " Transfer, direction)",
+)
 async def a_kind_of_a_later_version(d: Decode) -> None:
     """A layout with a kind of group or plane that nobody knows yet needs a feature."""
     await _refused(d, Reason.FEATURE, _set(_group, "kind", UNKNOWN_KIND))
     await _refused(d, Reason.FEATURE, _set(_plane, "kind", UNKNOWN_KIND))
 
 
-@case(139, 'Algorithm of block hashes: "sha256-128-chain". Empty means that.')
+@case(
+    139,
+    "FAILED_PRECONDITION with LAYOUT_MISMATCH, the field and both values, when layout,"
+    " transport, shards or hash algorithm do not fit",
+)
 async def another_hash_algorithm(d: Decode) -> None:
     """P whose block hashes are of another algorithm is refused with both names."""
     p = d.new_prefill()

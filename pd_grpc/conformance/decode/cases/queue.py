@@ -68,7 +68,11 @@ async def the_wait_is_over(d: Decode) -> None:
     await queued(p, 0)
 
 
-@case(243, "which D cuts to 100 ms before the call's own deadline")
+@case(
+    243,
+    "RESOURCE_EXHAUSTED with NO_BLOCKS after max_wait, which D cuts to 100 ms before the call's"
+    " own deadline",
+)
 async def the_call_ends_before_the_wait(d: Decode) -> None:
     """The call's own deadline is before the end of max_wait: NO_BLOCKS comes before it."""
     p = await d.prefill()
@@ -92,7 +96,11 @@ async def first_in_first_out(d: Decode) -> None:
             expect_waiting(later, f"a wait behind number {n + 1} of three")
 
 
-@case(245, "while the request at the head waits for blocks no later one overtakes it")
+@case(
+    245,
+    "while the request at the head waits for blocks no later one overtakes it, so that a large"
+    " one is not starved.",
+)
 async def a_small_one_behind_a_large_one(d: Decode) -> None:
     """A large Allocate waits, a small one behind it that would fit: neither is granted."""
     p = await d.prefill()
@@ -109,7 +117,11 @@ async def a_small_one_behind_a_large_one(d: Decode) -> None:
     small.cancel()
 
 
-@case(246, "no later one overtakes it, so that a large one is not starved.")
+@case(
+    246,
+    "while the request at the head waits for blocks no later one overtakes it, so that a large"
+    " one is not starved.",
+)
 async def a_newcomer_that_would_fit(d: Decode) -> None:
     """A large Allocate waits while a block is free: one that asks for a block now is refused."""
     p = await d.prefill()
@@ -121,7 +133,7 @@ async def a_newcomer_that_would_fit(d: Decode) -> None:
     large.cancel()
 
 
-@case(247, "and repeated calls wait together, each for its own max_wait.")
+@case(247, "repeated calls wait together, each for its own max_wait.")
 async def repeated_calls_wait_together(d: Decode) -> None:
     """Three calls for one ref wait; the one that waits for less is refused, the others granted."""
     p = await d.prefill()
@@ -154,7 +166,7 @@ async def one_of_two_callers_leaves(d: Decode) -> None:
     await granted(p, second, "the grant of the call that was not cancelled")
 
 
-@case(249, "The queue is left at once when the last of them is cancelled")
+@case(249, "The queue is left at once when the last of them is cancelled or ends.")
 async def every_caller_leaves(d: Decode) -> None:
     """All calls for a ref are cancelled: nothing waits, and the ref may be asked for again."""
     p = await d.prefill()
@@ -168,7 +180,11 @@ async def every_caller_leaves(d: Decode) -> None:
     await p.allocate(request)
 
 
-@case(250, "it leaves no tombstone and P may ask again with the same ref")
+@case(
+    250,
+    "An Allocate that was refused, or that nobody waits for any more, has granted nothing: it"
+    " leaves no tombstone and P may ask again with the same ref",
+)
 async def asking_again_after_a_refusal(d: Decode) -> None:
     """An Allocate finds no blocks while its client waits; asked again, it has its answer."""
     p = await d.prefill()
@@ -207,7 +223,7 @@ async def a_budget_is_not_lengthened(d: Decode) -> None:
         await refusal(call, Reason.STAGE_DEADLINE, "the budget of the first call")
 
 
-@case(253, "as many wait already as may")
+@case(253, "with QUEUE_FULL at once")
 async def the_queue_is_full(d: Decode) -> None:
     """Allocates are sent until one is refused, with all details, while the others wait on."""
     p = await d.prefill()
@@ -231,7 +247,7 @@ async def the_queue_is_full(d: Decode) -> None:
     await queued(p, 0)
 
 
-@case(254, "Life of the grant unless renewed; above 0. Counts from the grant, however late")
+@case(254, "Counts from the grant, however late the answer.")
 async def a_grant_that_was_waited_for(d: Decode) -> None:
     """An Allocate waits for most of a lease: its grant then has a whole one."""
     p = await d.prefill()

@@ -12,14 +12,16 @@ from pd_grpc.protocol.faults import Reason
 from pd_grpc.v1 import sampling_pb2
 
 
-@case(220, "(256 unless configured); P and D refuse 0.")
+@case(220, "0 means the router's default (256 unless configured); P and D refuse 0.")
 async def max_tokens(d: Decode) -> None:
     """Values of max_tokens below 1 are refused, 1 is not."""
     await _bounds(d, "max_tokens", good=[1], bad=[0, -1])
 
 
 @case(
-    221, "End-of-sequence, stop ids and stop strings do not end the answer before this many tokens"
+    221,
+    "End-of-sequence, stop ids and stop strings do not end the answer before this many tokens;"
+    " 0 to max_tokens.",
 )
 async def min_tokens(d: Decode) -> None:
     """Values of min_tokens below 0 and above max_tokens are refused, both limits are not."""
@@ -32,7 +34,11 @@ async def temperature(d: Decode) -> None:
     await _bounds(d, "temperature", good=[0.0, 100.0], bad=[-0.01, 100.01, math.nan, math.inf])
 
 
-@case(223, "the smallest set of likeliest tokens whose probabilities reach this; above 0")
+@case(
+    223,
+    "Nucleus sampling: the smallest set of likeliest tokens whose probabilities reach this;"
+    " above 0 and at most 1.",
+)
 async def top_p(d: Decode) -> None:
     """Values of top_p up to 0, above 1 and no number are refused, a little and 1 are not."""
     await _bounds(d, "top_p", good=[1e-9, 1.0], bad=[0.0, -0.5, 1.01, math.nan])
@@ -44,14 +50,22 @@ async def top_k(d: Decode) -> None:
     await _bounds(d, "top_k", good=[0, 2**31 - 1], bad=[-1])
 
 
-@case(225, "At most 16, each 1 to 256 characters; empty: none.")
+@case(
+    225,
+    "Strings that end the answer; the text ends before them. At most 16, each 1 to 256"
+    " characters; empty: none.",
+)
 async def stop(d: Decode) -> None:
     """Too many stop strings, an empty one and a long one are refused, the limits are not."""
     longest = ["ü" * 256] * 16
     await _bounds(d, "stop", good=[longest], bad=[[*longest, "x"], ["x", ""], ["x" * 257]])
 
 
-@case(226, "the token itself is part of token_ids. At most 64; empty: none.")
+@case(
+    226,
+    "Token ids that end the answer; the token itself is part of token_ids. At most 64; empty:"
+    " none.",
+)
 async def stop_token_ids(d: Decode) -> None:
     """More than 64 stop token ids are refused, 64 are not."""
     await _bounds(d, "stop_token_ids", good=[[*range(64)]], bad=[[*range(65)]])
