@@ -103,6 +103,21 @@ def check_allocate(
         check_blocks(prompt + new, limits)
 
 
+def first_logprobs_errors(
+    token: decode_pb2.FirstToken, sampling: sampling_pb2.SamplingParams
+) -> list[FieldError]:
+    """What the client asked for and the first token has not: it cannot be computed here."""
+    if not sampling.HasField("logprobs"):
+        return []
+    path, given = "tokens[0].logprobs", token.logprobs
+    if not given.HasField("chosen") or given.chosen.token_id != token.token_id:
+        return [FieldError(f"{path}.chosen", "must be that of the token: sampling asks for it")]
+    if len(given.top) != sampling.logprobs:
+        limit = f"must have {sampling.logprobs} tokens, as sampling asks for"
+        return [FieldError(f"{path}.top", limit)]
+    return []
+
+
 def check_length(prompt: int, new: int, limits: Limits, field: str) -> None:
     """Fault when a prompt, or a prompt with its output, is longer than the model takes."""
     if prompt >= limits.max_model_len:

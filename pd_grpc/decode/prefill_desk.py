@@ -5,7 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from pd_grpc.decode.actions import Answer, Refuse
-from pd_grpc.decode.checks import Limits, check_allocate, check_ref, draining, legs_differ
+from pd_grpc.decode.checks import (
+    Limits,
+    check_allocate,
+    check_ref,
+    draining,
+    first_logprobs_errors,
+    legs_differ,
+)
 from pd_grpc.decode.deadlines import TransferTimer
 from pd_grpc.decode.events import (
     AllocateCalled,
@@ -303,6 +310,7 @@ class PrefillDesk:
         if not transfer.prefill.request.kv_needed and not token.finish_reason:
             limit = "must be set when kv_needed was false"
             wrong.append(FieldError("tokens[0].finish_reason", limit))
+        wrong += first_logprobs_errors(token, transfer.prefill.request.sampling)
         if wrong:
             raise bad_request(wrong)
         if transfer.first is not None and transfer.first != token:
