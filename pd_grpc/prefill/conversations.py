@@ -8,7 +8,7 @@ from typing import Protocol
 
 from pd_grpc.prefill import notices, sessions
 from pd_grpc.prefill.actions import ForgetDecode, Superseded
-from pd_grpc.prefill.decode_faults import ended_fault
+from pd_grpc.prefill.decode_faults import ended_fault, our_mistake
 from pd_grpc.prefill.events import SessionBroken, SessionMessage
 from pd_grpc.prefill.requests import Requests
 from pd_grpc.prefill.sessions import DecodeSession, Phase
@@ -255,7 +255,8 @@ class Conversations:
             # Of an answer that is complete the first token's answer tells; nothing is left to do.
             self._requests.late_events += 1
             return
-        self._fail(record, ended_fault(ended), now, False)
+        fault = our_mistake(ended_fault(ended), "the KV")
+        self._fail(record, fault, now, False)
 
 
 def _same(session: DecodeSession, twin: DecodeSession) -> Fault:
