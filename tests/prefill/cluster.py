@@ -94,19 +94,25 @@ class Cluster:
         self._channels: dict[str, grpc.aio.Channel] = {}
 
     async def prefill(
-        self, provider: TracerProvider | None = None, **settings: object
+        self,
+        provider: TracerProvider | None = None,
+        engine: type[SimEngine] = SimEngine,
+        **settings: object,
     ) -> PrefillServer:
         config = PrefillConfig.model_validate({**SMALL, **settings})
-        server = await start_prefill(config, SimEngine(config), tracer_provider=provider)
+        server = await start_prefill(config, engine(config), tracer_provider=provider)
         self.prefills.append(server)
         self.pools.append(server.pool)
         return server
 
     async def decode(
-        self, provider: TracerProvider | None = None, **settings: object
+        self,
+        provider: TracerProvider | None = None,
+        engine: type[SimEngine] = SimEngine,
+        **settings: object,
     ) -> DecodeServer:
         config = DecodeConfig.model_validate({**SMALL, **settings})
-        server = await start_decode(config, SimEngine(config), tracer_provider=provider)
+        server = await start_decode(config, engine(config), tracer_provider=provider)
         self.decodes.append(server)
         self.pools.append(server.pool)
         return server
