@@ -146,6 +146,7 @@ def show(value: object) -> str:
 
 
 _SHOWN_BYTES = 16
+_SHOWN_CHARS = 160
 _SHOWN_ITEMS = 12
 
 
@@ -164,6 +165,8 @@ def _cut(message: Message) -> Message:
                 del value[_SHOWN_ITEMS:]
         elif field.type == field.TYPE_BYTES and len(value) > _SHOWN_BYTES:
             setattr(shown, field.name, value[:_SHOWN_BYTES])
+        elif field.type == field.TYPE_STRING and len(value) > _SHOWN_CHARS:
+            setattr(shown, field.name, value[:_SHOWN_CHARS] + "…")
         elif field.type == field.TYPE_MESSAGE:
             value.CopyFrom(_cut(value))
     return shown  # type: ignore[no-any-return]
