@@ -85,7 +85,7 @@ async def calls_in_the_name_of_another_session(d: Decode) -> None:
     await p.join()
     for session_id in (superseded, "kit-made-this-up", ""):
         await p.allocate_refused(d.request(), Reason.NO_SESSION, "Allocate", session_id=session_id)
-        first = p.first_token_message(request, grant, d.answer(request)[0])
+        first = p.first_token_message(request, grant, 1)
         first.session_id = session_id
         await refusal(p.send_first(first), Reason.NO_SESSION, "SendFirstToken")
         release = p.give_back(request, session_id=session_id)
