@@ -15,13 +15,13 @@ from pd_grpc.protocol.config import DecodeConfig, PrefillConfig, RouterConfig
 from pd_grpc.router.server import RouterServer, start_router
 
 SHORT: dict[str, Any] = {
-    "heartbeat_s": 0.3,
-    "lease_s": 0.8,
+    "heartbeat_s": 0.4,
+    "lease_s": 1.0,
     "grace_s": 0.3,
     "kv_progress_s": 0.5,
-    "attach_s": 1.3,
-    "first_token_s": 1.6,
-    "tombstone_s": 2.0,
+    "attach_s": 1.5,
+    "first_token_s": 1.8,
+    "tombstone_s": 1.8,
 }
 """What Welcome announces, so that the kit's waits are short."""
 
