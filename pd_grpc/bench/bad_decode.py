@@ -9,7 +9,7 @@ from pd_grpc.bench.door import Manners
 from pd_grpc.bench.scope import Scope
 from pd_grpc.bench.seed_run import RequestsFailed, Tell
 from pd_grpc.bench.setup import Row, Setup, Timing
-from pd_grpc.bench.statistics import estimate
+from pd_grpc.bench.statistics import estimate, steady_rate
 from pd_grpc.bench.system import Group, System, running_system
 from pd_grpc.bench.workload import spread_lengths
 
@@ -24,7 +24,7 @@ AT_ONCE = 16
 """Requests under way for each good D."""
 BAD_AT_ONCE = 64
 """And for the bad one: more than a window, so that some wait behind it."""
-_SCALE = 0.2
+_SCALE = 1.0
 _OUTPUT_TOKENS = 20
 _PER_SECOND = 100
 """More requests a second than a D gets through, so that none runs out."""
@@ -59,7 +59,7 @@ async def _throughput(system: System, scope: Scope, with_bad: bool) -> float:
     faults = [each.fault for each in good if not each.finished]
     if faults:
         raise RequestsFailed(f"{len(faults)} requests for good Ds failed: {faults[0]}")
-    return len(good) / scope.bad_window_s
+    return steady_rate([each.ended_s for each in good], scope.bad_window_s)
 
 
 async def bad_decode_figures(scope: Scope, tell: Tell) -> Mapping[str, Any]:

@@ -1,4 +1,8 @@
-"""Fitting the seed model's one free parameter to the serial row."""
+"""Fitting the seed model's one free parameter to the serial row.
+
+By the reckoning of `model`, which no machine's load can disturb; or by runs of that row, which show
+whether the reckoning holds where they are measured.
+"""
 
 from __future__ import annotations
 
@@ -6,12 +10,16 @@ from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from typing import NamedTuple
 
+from pd_grpc.bench.model import SERIAL, SeedModel
 from pd_grpc.bench.scope import Scope
-from pd_grpc.bench.seed_model import SERIAL_S
+from pd_grpc.bench.seed_model import SERIAL_S, seed_steps
 from pd_grpc.bench.seed_run import Tell, run_seed
 from pd_grpc.bench.setup import Row
+from pd_grpc.bench.workload import spread_lengths
 
-TOLERANCE = 0.01
+MEASURED = 0.01
+RECKONED = 1e-4
+"""How near is near enough, relative."""
 MOST_RUNS = 6
 
 
@@ -27,12 +35,15 @@ class NoFit(RuntimeError):
 
 
 async def fit(
-    serial_s: Callable[[float], Awaitable[float]], guess_ms: float, wanted_s: float = SERIAL_S
+    serial_s: Callable[[float], Awaitable[float]],
+    guess_ms: float,
+    wanted_s: float = SERIAL_S,
+    tolerance: float = MEASURED,
 ) -> Fit:
-    """The floor at which `serial_s` gives `wanted_s` within TOLERANCE, by secants through the last
+    """The floor at which `serial_s` gives `wanted_s`, nearly enough, by secants through the last
     two tries; the first step supposes that time is proportional to the floor. NoFit."""
     tries = [Fit(guess_ms, await serial_s(guess_ms))]
-    while abs(tries[-1].serial_s - wanted_s) > TOLERANCE * wanted_s:
+    while abs(tries[-1].serial_s - wanted_s) > tolerance * wanted_s:
         if len(tries) == MOST_RUNS:
             near = min(tries, key=lambda each: abs(each.serial_s - wanted_s))
             raise NoFit(f"{MOST_RUNS} runs; {near.floor_ms:.2f} ms took {near.serial_s:.1f} s")
@@ -51,7 +62,19 @@ def _next(tries: list[Fit], wanted_s: float) -> float:
     return max(0.0, last.floor_ms + (wanted_s - last.serial_s) * slope)
 
 
-async def calibrate(scope: Scope, tell: Tell) -> Fit:
+async def reckon(scope: Scope, tell: Tell) -> Fit:
+    """By the model."""
+    lengths = spread_lengths(scope.seed_requests, scope.seed_input, scope.seed_output)
+
+    async def serial_s(floor_ms: float) -> float:
+        ends = SeedModel(lengths, scope.seed_at_once, seed_steps(floor_ms), SERIAL).run()
+        tell(f"a floor of {floor_ms:.2f} ms: the serial row would take {ends[-1] / 1000:.1f} s")
+        return ends[-1] / 1000
+
+    return await fit(serial_s, scope.floor_ms, tolerance=RECKONED)
+
+
+async def measure(scope: Scope, tell: Tell) -> Fit:
     """By runs of the serial row as the seed workload runs it."""
 
     async def serial_s(floor_ms: float) -> float:

@@ -28,8 +28,9 @@ class BenchRequest:
         """The prompt: no two requests begin alike, so that no cache of prefixes helps."""
         own = hash_of(self.transfer_id)
         first, second = _FIRST_ID + own % _IDS, _FIRST_ID + own // _IDS % _IDS
-        rest = (_FIRST_ID + i % _IDS for i in range(self.prompt - 2))
-        return [first, second, *rest][: self.prompt]
+        rest = [*range(_FIRST_ID, _FIRST_ID + min(self.prompt, _IDS))]
+        rounds = -(-self.prompt // _IDS)
+        return [first, second, *rest * rounds][: self.prompt]
 
 
 def hash_of(text: str) -> int:

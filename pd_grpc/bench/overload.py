@@ -9,6 +9,7 @@ from pd_grpc.bench.real_load import TABLE
 from pd_grpc.bench.scope import Scope
 from pd_grpc.bench.seed_run import RequestsFailed, Tell
 from pd_grpc.bench.setup import Row, Setup, Timing
+from pd_grpc.bench.statistics import steady_rate
 from pd_grpc.bench.system import Group, System, running_system
 from pd_grpc.bench.workload import Length, poisson_arrivals, spread_lengths
 
@@ -63,7 +64,7 @@ async def _capacity(system: System, window_s: float) -> float:
     faults = [each.fault for each in ended if not each.finished]
     if faults or not ended:
         raise RequestsFailed(f"{len(faults)} of {len(ended)} failed: {faults[:1]}")
-    return _steady([each.ended_s for each in ended], window_s)
+    return steady_rate([each.ended_s for each in ended], window_s)
 
 
 async def _goodput(system: System, rate_per_s: float, window_s: float) -> float:
@@ -71,10 +72,4 @@ async def _goodput(system: System, rate_per_s: float, window_s: float) -> float:
     times = poisson_arrivals(rate_per_s, window_s, seed=2)
     requests = system.requests(_lengths(len(times), 2))
     ended = await system.open(list(zip(times, requests, strict=False)), DEADLINE_S)
-    return _steady([each.ended_s for each in ended if each.finished], window_s)
-
-
-def _steady(ends_s: list[float], window_s: float) -> float:
-    """Ends per second within the window, but for its first quarter, in which batches fill up."""
-    late = window_s / 4
-    return sum(late < at <= window_s for at in ends_s) / (window_s - late)
+    return steady_rate([each.ended_s for each in ended if each.finished], window_s)

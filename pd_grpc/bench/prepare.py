@@ -31,7 +31,7 @@ async def bench_prepare(scope: Scope, tell: Tell) -> tuple[dict[str, Any], list[
     load_before = os.getloadavg()
     runs = await run_rows(scope, tell)
     figures = {
-        **seed_figures(runs),
+        **seed_figures(runs, scope),
         **await bad_decode_figures(scope, tell),
         **await latency_figures(scope, tell),
         **await real_load_figures(scope, tell),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import sys
 from collections.abc import Mapping
 from typing import Any
@@ -27,24 +28,26 @@ class WorkerProcess:
         self._process = process
 
     @classmethod
-    async def start(cls, role: str, spec: Mapping[str, Any]) -> WorkerProcess:
-        """Start one and wait until it is ready. WorkerLost."""
+    async def launch(cls, role: str) -> WorkerProcess:
+        """Start one, which waits to be told how to be."""
         process = await asyncio.create_subprocess_exec(
             sys.executable,
             "-m",
             "pd_grpc.bench.worker",
+            role,
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             limit=_LINE_BYTES,
+            # grpc tells of every connection that a peer closes.
+            env={"GRPC_VERBOSITY": "ERROR", **os.environ},
+            # A Ctrl-C in the terminal ends the one that starts it, which ends this one.
             start_new_session=True,
         )
-        worker = cls(role, process)
-        try:
-            worker.about = await worker._ask({"role": role, **spec}, ANSWER_S)
-        except BaseException:
-            await worker.stop()
-            raise
-        return worker
+        return cls(role, process)
+
+    async def start(self, **spec: Any) -> None:
+        """Tell it how to be, and wait until it is ready. WorkerLost."""
+        self.about = await self._ask(spec, ANSWER_S)
 
     @property
     def endpoint(self) -> str:

@@ -7,8 +7,9 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from pd_grpc.bench.driver import Ended
+from pd_grpc.bench.model import BOUND, POOL, SERIAL, THREADS5, SeedModel
 from pd_grpc.bench.scope import Scope
-from pd_grpc.bench.seed_model import THREADS5_S
+from pd_grpc.bench.seed_model import THREADS5_S, seed_steps
 from pd_grpc.bench.setup import Row, Setup, Timing
 from pd_grpc.bench.statistics import estimate
 from pd_grpc.bench.system import Group, System, running_system
@@ -16,6 +17,15 @@ from pd_grpc.bench.workload import spread_lengths
 
 LIMIT_S = 300.0
 """Of one run, wall time."""
+
+PREPARING = {
+    Row.ZMQ_SERIAL: SERIAL,
+    Row.ZMQ_THREADS5: THREADS5,
+    Row.ZMQ_ASYNC: POOL,
+    Row.POOL: POOL,
+    Row.BOUND: BOUND,
+}
+"""How each row prepares, for the reckoning."""
 
 Tell = Callable[[str], None]
 
@@ -82,7 +92,7 @@ def all_finished(ended: list[Ended], expected: int) -> list[float]:
     return sorted(each.ended_s for each in ended)
 
 
-def seed_figures(runs: list[SeedRun]) -> Mapping[str, Any]:
+def seed_figures(runs: list[SeedRun], scope: Scope) -> Mapping[str, Any]:
     """The figures by their names: medians, intervals under `..._interval`, every run's time under
     `seed_runs_s`."""
     times = {row: [run.seconds for run in runs if run.row is row] for row in Row}
@@ -99,6 +109,7 @@ def seed_figures(runs: list[SeedRun]) -> Mapping[str, Any]:
         figures[f"pool_over_{other.value}_interval"] = [found.low, found.high]
     threads5 = figures[f"{Row.ZMQ_THREADS5.value}_s"]
     figures["threads5_prediction_error"] = (threads5 - THREADS5_S) / THREADS5_S
+    figures["reckoned_s"] = reckoned(scope)
     figures["seed_runs_s"] = {row.value: seconds for row, seconds in times.items()}
     figures["seed_cpu_s"] = {
         row.value: {
@@ -108,3 +119,13 @@ def seed_figures(runs: list[SeedRun]) -> Mapping[str, Any]:
         for row in Row
     }
     return figures
+
+
+def reckoned(scope: Scope) -> dict[str, float]:
+    """What the rows take by `model` alone; what a run takes more is the machine's."""
+    lengths = spread_lengths(scope.seed_requests, scope.seed_input, scope.seed_output)
+    steps = seed_steps(scope.floor_ms)
+    return {
+        row.value: SeedModel(lengths, scope.seed_at_once, steps, how).run()[-1] / 1000
+        for row, how in PREPARING.items()
+    }

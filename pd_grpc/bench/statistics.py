@@ -39,3 +39,10 @@ def percentile(values: Sequence[float], share: float) -> float:
         raise ValueError("values: there is none to take a percentile of")
     ordered = sorted(values)
     return ordered[max(0, min(len(ordered) - 1, -(-int(share * 1000) * len(ordered) // 1000) - 1))]
+
+
+def steady_rate(times_s: Sequence[float], window_s: float) -> float:
+    """How many a second lie within the window, but for its first quarter, in which what is measured
+    gets going."""
+    begin_s = window_s / 4
+    return sum(begin_s < at <= window_s for at in times_s) / (window_s - begin_s)

@@ -45,7 +45,6 @@ class System:
     prefills: list[WorkerProcess]
     decodes: list[WorkerProcess]
     driver: WorkerProcess
-    router: WorkerProcess | None = None
     _run: int = field(default_factory=lambda: next(_runs))
     _numbers: Any = field(default_factory=count)
 
@@ -111,38 +110,44 @@ async def running_system(setup: Setup) -> AsyncIterator[System]:
     """Start it, warm it up, and stop it; at the end every block must be back."""
     async with contextlib.AsyncExitStack() as stack:
 
-        async def start(role: str, **spec: Any) -> WorkerProcess:
-            worker = await WorkerProcess.start(role, spec)
-            stack.push_async_callback(worker.stop)
-            return worker
+        async def launch(role: str, many: int = 1) -> list[WorkerProcess]:
+            workers = [await WorkerProcess.launch(role) for _ in range(many)]
+            for worker in workers:
+                stack.push_async_callback(worker.stop)
+            return workers
 
-        zmq = setup.row in THREADS or setup.row is Row.ZMQ_ASYNC
-        decodes = await asyncio.gather(
-            *(
-                start("decode", name=f"d{i}", zmq=zmq, **setup.common())
-                for i in range(setup.decodes)
-            )
-        )
-        routers = {decode.endpoint: decode.about["router"] for decode in decodes}
-        common = setup.common()
-        common["settings"] |= setup.prefill_settings
-        prefills = await asyncio.gather(
-            *(
-                start("prefill", name=f"p{i}", row=setup.row.value, routers=routers, **common)
-                for i in range(setup.prefills)
-            )
-        )
-        router = None
+        # They are stopped in the opposite order: who calls goes before who is called.
+        decodes = await launch("decode", setup.decodes)
+        prefills = await launch("prefill", setup.prefills)
+        routers = await launch("router", int(setup.router))
+        (driver,) = await launch("driver")
+        await _start_engines(setup, prefills, decodes)
         ends = [p.endpoint for p in prefills], [d.endpoint for d in decodes]
-        if setup.router:
-            router = await start("router", prefill=ends[0], decode=ends[1], **common)
+        for router in routers:
+            await router.start(prefill=ends[0], decode=ends[1], **setup.common())
             await _until_ready(router)
-        through = router.endpoint if router is not None else ""
-        driver = await start("driver", prefill=ends[0], router=through)
-        system = System(setup, prefills, decodes, driver, router)
+        through = routers[0].endpoint if routers else ""
+        await driver.start(prefill=ends[0], router=through)
+        system = System(setup, prefills, decodes, driver)
         await system.warm_up()
         yield system
         await system.settle()
+
+
+async def _start_engines(
+    setup: Setup, prefills: Sequence[WorkerProcess], decodes: Sequence[WorkerProcess]
+) -> None:
+    zmq = setup.row in THREADS or setup.row is Row.ZMQ_ASYNC
+    await asyncio.gather(
+        *(d.start(name=f"d{i}", zmq=zmq, **setup.common()) for i, d in enumerate(decodes))
+    )
+    routers = {decode.endpoint: decode.about["router"] for decode in decodes}
+    common = setup.common()
+    common["settings"] |= setup.prefill_settings
+    row = setup.row.value
+    await asyncio.gather(
+        *(p.start(name=f"p{i}", row=row, routers=routers, **common) for i, p in enumerate(prefills))
+    )
 
 
 async def _until_ready(router: WorkerProcess) -> None:

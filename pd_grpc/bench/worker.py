@@ -1,22 +1,19 @@
 """One process of the benchmark: a P, a D, a router or the driver.
 
-Spoken to in lines of JSON. The first on standard input says what to be; the first on standard
-output says that it is ready. From then on each line in is a command and gets one line out. The end
-of standard input ends the process, however its parent went.
+Its argument says what to be. Spoken to in lines of JSON: the first on standard input says how, the
+first on standard output says that it is ready. From then on each line in is a command and gets one
+line out. The end of standard input ends the process, however its parent went.
 """
 
 from __future__ import annotations
 
 import asyncio
+import importlib
 import json
 import sys
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
-from pd_grpc.bench.decode_worker import DecodeWorker
-from pd_grpc.bench.driver import Driver
-from pd_grpc.bench.prefill_worker import PrefillWorker
-from pd_grpc.bench.router_worker import RouterWorker
 from pd_grpc.servers.allocator import keep_freed_memory
 from pd_grpc.telemetry.logs import configure_logging
 
@@ -39,22 +36,25 @@ class Worker(Protocol):
         ...
 
 
-WORKERS: Mapping[str, Callable[[Mapping[str, Any]], Worker]] = {
-    "prefill": PrefillWorker,
-    "decode": DecodeWorker,
-    "router": RouterWorker,
-    "driver": Driver,
+WORKERS = {
+    "prefill": ("pd_grpc.bench.prefill_worker", "PrefillWorker"),
+    "decode": ("pd_grpc.bench.decode_worker", "DecodeWorker"),
+    "router": ("pd_grpc.bench.router_worker", "RouterWorker"),
+    "driver": ("pd_grpc.bench.driver", "Driver"),
 }
+"""Imported only where they are needed: dozens of processes are started."""
 
 
-async def serve() -> None:
+async def serve(make: Callable[[Mapping[str, Any]], Worker]) -> None:
     """Live until standard input ends."""
     reader = asyncio.StreamReader(limit=_LINE_BYTES)
     await asyncio.get_running_loop().connect_read_pipe(
         lambda: asyncio.StreamReaderProtocol(reader), sys.stdin
     )
-    spec = json.loads(await reader.readline())
-    worker = WORKERS[spec["role"]](spec)
+    first = await reader.readline()
+    if not first:
+        return
+    worker = make(json.loads(first))
     _say(await worker.start())
     try:
         while line := await reader.readline():
@@ -70,4 +70,6 @@ def _say(answer: Any) -> None:
 if __name__ == "__main__":
     keep_freed_memory()
     configure_logging("human", "error")
-    asyncio.run(serve())
+    module_of, name_of = WORKERS[sys.argv[1]]
+    # Before it is told how, so that all processes of a system import at the same time.
+    asyncio.run(serve(getattr(importlib.import_module(module_of), name_of)))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -32,6 +33,9 @@ def prepare(
     quick: Annotated[
         bool, typer.Option("--quick", help="Every figure within two minutes, from far less.")
     ] = False,
+    repeats: Annotated[
+        int | None, typer.Option(min=1, help="Runs of each row.", show_default="5, quick 1")
+    ] = None,
     trace: Annotated[
         Path | None,
         typer.Option(
@@ -52,6 +56,8 @@ def prepare(
     from pd_grpc.bench.trace import NoTrace, read_trace
 
     scope = Scope.fast(trace) if quick else Scope(trace=trace)
+    if repeats is not None:
+        scope = replace(scope, repeats=repeats)
     try:
         read_trace(trace, scope.trace_minutes)
     except NoTrace as error:
@@ -65,16 +71,21 @@ def prepare(
 
 
 @bench.command()
-def calibrate() -> None:
+def calibrate(
+    by_runs: Annotated[
+        bool, typer.Option("--by-runs", help="Measure the serial row in place of reckoning it.")
+    ] = False,
+) -> None:
     """Fit the one free parameter of the seed's step times to the serial row alone.
 
-    The constant FLOOR_MS in pd_grpc/bench/scope.py is what it printed.
+    The constant FLOOR_MS in pd_grpc/bench/scope.py is what it prints.
     """
-    _check_extra()
-    from pd_grpc.bench.calibrate import calibrate as fit
+    if by_runs:
+        _check_extra()
+    from pd_grpc.bench.calibrate import measure, reckon
     from pd_grpc.bench.scope import Scope
 
-    found = _run("calibrate", lambda tell: fit(Scope(), tell))
+    found = _run("calibrate", lambda tell: (measure if by_runs else reckon)(Scope(), tell))
     stdout.print(f"floor_ms {found.floor_ms:.2f}: the serial row takes {found.serial_s:.1f} s")
 
 

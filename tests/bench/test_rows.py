@@ -1,0 +1,102 @@
+"""Every row over real processes, with what each must keep to."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from pd_grpc.bench.bad_decode import rates_of
+from pd_grpc.bench.driver import Ended
+from pd_grpc.bench.plot import plot_rows
+from pd_grpc.bench.prepare import bench_prepare
+from pd_grpc.bench.scope import Scope
+from pd_grpc.bench.seed_run import RequestsFailed, SeedRun, all_finished, run_seed, seed_figures
+from pd_grpc.bench.setup import Row
+from pd_grpc.bench.targets import TARGETS
+
+pytest.importorskip("zmq")
+pytest.importorskip("matplotlib")
+
+TINY = replace(
+    Scope.fast(),
+    seed_scale=0.02,
+    seed_requests=12,
+    seed_at_once=6,
+    seed_output=6,
+    bad_window_s=2.0,
+    latency_requests=8,
+    trace_minutes=0.2,
+    trace_speed=20.0,
+    overload_window_s=1.0,
+)
+
+# What the system keeps to by itself: `running_system` ends with an error unless every block of P
+# and D is free again, which it asks them over gRPC.
+
+
+def quiet(text: str) -> None:
+    """Nobody listens."""
+
+
+@pytest.mark.parametrize("row", list(Row))
+async def test_every_request_of_a_row_finishes_and_every_block_comes_back(row: Row) -> None:
+    run = await run_seed(row, TINY)
+    assert len(run.ends_s) == TINY.seed_requests
+    assert list(run.ends_s) == sorted(run.ends_s)
+    # An answer takes at least its own steps, so that no row cheats.
+    steps = TINY.seed_output / 4
+    assert run.seconds > steps * TINY.floor_ms / 1000
+
+
+async def test_requests_for_good_ds_go_on_beside_a_bad_one_in_the_pool() -> None:
+    rates = await rates_of(Row.POOL, TINY, quiet)
+    assert rates.keys() == {"alone", "full_d", "silent_d", "slow_d"}
+    assert all(rate > 0 for rate in rates.values()), rates
+
+
+def runs_of(seconds: dict[Row, list[float]]) -> list[SeedRun]:
+    return [
+        SeedRun(row, time, (time / 2, time), 0.0, 0.0)
+        for row, times in seconds.items()
+        for time in times
+    ]
+
+
+def test_figures_compare_runs_that_followed_one_another() -> None:
+    times = {row: [100.0, 200.0, 300.0] for row in Row}
+    times[Row.POOL] = [101.0, 202.0, 303.0]
+    times[Row.ZMQ_THREADS5] = [286.0, 286.0, 286.0]
+    figures = seed_figures(runs_of(times), TINY)
+    assert figures["pool_s"] == 202.0
+    assert figures["pool_over_bound"] == pytest.approx(1.01)
+    assert figures["pool_over_bound_interval"] == pytest.approx([1.01, 1.01])
+    assert figures["threads5_prediction_error"] == pytest.approx(0.1)
+
+
+def test_a_run_in_which_a_request_failed_is_no_run() -> None:
+    good, bad = Ended("all", 0.0, 1.0, 5, ""), Ended("all", 0.0, 2.0, 4, "4 tokens instead of 5")
+    assert all_finished([good], 1) == [1.0]
+    with pytest.raises(RequestsFailed, match=r"1 of 2 requests finished; .* 4 tokens instead of 5"):
+        all_finished([good, bad], 2)
+    with pytest.raises(RequestsFailed, match="1 of 2 requests finished"):
+        all_finished([good], 2)
+
+
+def test_the_plot_has_a_line_for_each_row(tmp_path: Path) -> None:
+    path = tmp_path / "rows.png"
+    plot_rows(runs_of({row: [1.0, 2.0, 3.0] for row in Row}), "a title", path)
+    assert path.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(240)
+async def test_the_whole_benchmark_gives_every_figure() -> None:
+    figures, runs = await bench_prepare(TINY, quiet)
+    wanted = {f"{row.value}_s" for row in Row} | {target.figure for target in TARGETS}
+    wanted |= {f"{bad}_ratio_threads5" for bad in ("full_d", "silent_d", "slow_d")}
+    wanted |= {"threads5_prediction_error", "real_load_p50_s", "machine", "versions", "compares"}
+    assert wanted <= figures.keys()
+    assert {run.row for run in runs} == set(Row)
+    assert figures["targets_met"].keys() == {target.figure for target in TARGETS}
