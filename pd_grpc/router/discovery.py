@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,6 +39,8 @@ _SERVICES = {
 }
 _ROLE_NAMES = {types_pb2.ROLE_PREFILL: "prefill", types_pb2.ROLE_DECODE: "decode"}
 _LONGEST_BACK_OFF_S = 5.0
+_UNTOLD = 2**32
+"""In place of a limit that no instance tells: theirs to refuse."""
 
 
 @dataclass
@@ -144,8 +146,8 @@ class Discovery:
         model = inference_pb2.GetModelInfoResponse()
         model.CopyFrom(models[0])
         model.ClearField("layout")
-        model.max_model_len = min(m.max_model_len for m in models)
-        model.vocab_size = min(m.vocab_size for m in models)
+        model.max_model_len = _least(m.max_model_len for m in models)
+        model.vocab_size = _least(m.vocab_size for m in models)
         features = set.intersection(*(set(m.features) for m in models))
         model.ClearField("features")
         model.features.extend(sorted(features))
@@ -154,7 +156,8 @@ class Discovery:
     def limits(self) -> Limits:
         """What every ready instance can take. Fault NO_INSTANCE as for `model`."""
         model = self.model()
-        return Limits(model.max_model_len, model.vocab_size, frozenset(model.features))
+        most = model.max_model_len or _UNTOLD, model.vocab_size or _UNTOLD
+        return Limits(*most, frozenset(model.features))
 
     def suspect(self, endpoint: str) -> None:
         """A call said that another instance or epoch answers there: find out who it is."""
@@ -242,6 +245,11 @@ class Discovery:
         self._changed.set()
         self._changed = asyncio.Event()
         self._on_change()
+
+
+def _least(limits: Iterable[int]) -> int:
+    """The least of the limits that are told; 0 when none is."""
+    return min((limit for limit in limits if limit), default=0)
 
 
 def _report(task: asyncio.Task[None]) -> None:
