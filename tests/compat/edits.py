@@ -72,6 +72,14 @@ class FutureValue(Strip):
                 setattr(inner, self._field, FUTURE_VALUE)
 
 
+class FutureValueWhereSet(FutureValue):
+    """The same where the enum has a value."""
+
+    def _of_kind(self, messages: Iterable[Message]) -> Iterator[Message]:
+        found = super()._of_kind(messages)
+        return (m for m in found if any(f.name == self._field for f, _ in m.ListFields()))
+
+
 class AddUnknown:
     """Adds fields that nobody knows yet to every message within the message."""
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Collection, Mapping
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -11,8 +11,9 @@ import grpc.aio
 from google.protobuf import descriptor_pool, message_factory
 from google.protobuf.descriptor import MethodDescriptor
 from google.protobuf.message import Message
+from grpc_health.v1 import health_pb2
 
-from pd_grpc.v1 import decode_pb2, inference_pb2, prefill_pb2, transfer_pb2
+from pd_grpc.v1 import admin_pb2, decode_pb2, inference_pb2, prefill_pb2, transfer_pb2
 
 Edit = Callable[[Message], None]
 """Changes a message, the outermost one, in place; raises Cut to lose the connection instead."""
@@ -20,7 +21,7 @@ Edit = Callable[[Message], None]
 Context = grpc.aio.ServicerContext[bytes, bytes]
 _NO_DEADLINE_S = 1e9
 # What these declare is looked up by name.
-_DECLARED = (decode_pb2, inference_pb2, prefill_pb2, transfer_pb2)
+_DECLARED = (admin_pb2, health_pb2, decode_pb2, inference_pb2, prefill_pb2, transfer_pb2)
 
 
 class Cut(Exception):
@@ -30,9 +31,11 @@ class Cut(Exception):
 class Middleman(grpc.GenericRpcHandler):  # type: ignore[type-arg]  # it takes none at run time
     """Serves the methods of the services it has a way to; reached at its `endpoint`."""
 
-    def __init__(self, ways: Mapping[str, str]) -> None:
-        """`ways` leads from the name of a service to the endpoint that really serves it."""
+    def __init__(self, ways: Mapping[str, str], read: Collection[str] | None = None) -> None:
+        """`ways` leads from the name of a service to the endpoint that really serves it; of those
+        not in `read` everything goes on as it is."""
         self.endpoint = ""
+        self._read = ways.keys() if read is None else read
         self.edit: Edit = lambda message: None
         self._channels = {
             service: grpc.aio.insecure_channel(
@@ -59,8 +62,10 @@ class Middleman(grpc.GenericRpcHandler):  # type: ignore[type-arg]  # it takes n
             return grpc.unary_stream_rpc_method_handler(call.unary_stream)
         return grpc.unary_unary_rpc_method_handler(call.unary_unary)
 
-    def passed(self, raw: bytes, kind: type[Message]) -> bytes:
+    def passed(self, raw: bytes, kind: type[Message], service: str) -> bytes:
         """A message as it goes on. KV goes through here as everything else does."""
+        if service not in self._read:
+            return raw
         message = kind.FromString(raw)
         self._lead_here(message)
         self.edit(message)
@@ -88,6 +93,7 @@ class _Call:
         self._owner = owner
         self._channel = channel
         self._path = path
+        self._service = method.containing_service.name
         self._asked = message_factory.GetMessageClass(method.input_type)
         self._answered = message_factory.GetMessageClass(method.output_type)
 
@@ -123,10 +129,10 @@ class _Call:
             call.cancel()
 
     def _ask(self, raw: bytes) -> bytes:
-        return self._owner.passed(raw, self._asked)
+        return self._owner.passed(raw, self._asked, self._service)
 
     def _answer(self, raw: bytes) -> bytes:
-        return self._owner.passed(raw, self._answered)
+        return self._owner.passed(raw, self._answered, self._service)
 
 
 def walk(message: Message) -> list[Message]:
@@ -156,9 +162,11 @@ async def _pass_on(error: grpc.aio.AioRpcError, context: Context) -> None:
 
 
 @asynccontextmanager
-async def between(ways: Mapping[str, str]) -> AsyncIterator[Middleman]:
+async def between(
+    ways: Mapping[str, str], read: Collection[str] | None = None
+) -> AsyncIterator[Middleman]:
     """A middleman at work."""
-    middleman = Middleman(ways)
+    middleman = Middleman(ways, read)
     server = grpc.aio.server(options=[("grpc.so_reuseport", 0)])
     server.add_generic_rpc_handlers((middleman,))
     middleman.endpoint = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
