@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import grpc
 
-from pd_grpc.conformance.case import broken, expect, expect_equal, within
+from pd_grpc.conformance.case import answer_s, broken, expect, expect_equal, within
 from pd_grpc.conformance.decode.cases.registry import DECODE_CASES as case
 from pd_grpc.conformance.decode.handover import granted
 from pd_grpc.conformance.decode.subject import Decode
@@ -45,8 +45,9 @@ async def a_prompt_of_a_million_tokens(d: Decode) -> None:
     """A prompt of a million ids is judged by its length in tokens, not in bytes."""
     ids = d.request().prompt
     whole = inference_pb2.TokenIds(ids=(ids * (LONG_PROMPT // len(ids) + 1))[:LONG_PROMPT])
-    leg = d.generate(d.request(), token_ids=whole, timeout_s=2.0)
-    fault = await leg.outcome()
+    limit = 2 * answer_s()
+    leg = d.generate(d.request(), token_ids=whole, timeout_s=limit)
+    fault = await leg.outcome(limit + answer_s())
     reasons = (Reason.BAD_REQUEST, Reason.TOO_LARGE, Reason.STAGE_DEADLINE)
     judged = isinstance(fault, Fault) and fault.reason in reasons
     expect(judged, "a refusal for its tokens, or nothing before its deadline", fault)
