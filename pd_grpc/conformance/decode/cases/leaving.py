@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from pd_grpc.conformance.calls import check_metadata, refusal
-from pd_grpc.conformance.case import expect_equal
+from pd_grpc.conformance.case import NotApplicable, expect_equal
 from pd_grpc.conformance.decode import pool
 from pd_grpc.conformance.decode.cases.registry import DECODE_CASES as case
-from pd_grpc.conformance.decode.handover import HandOver, granted
+from pd_grpc.conformance.decode.handover import HandOver, granted, handed_off
 from pd_grpc.conformance.decode.subject import Decode
 from pd_grpc.protocol.faults import Code, Reason
+from pd_grpc.protocol.messages import duration
 from pd_grpc.v1 import types_pb2
 
 GONE = "A client leg that ends before hand-off ends the transfer with CLIENT_GONE, and P is told"
@@ -16,7 +17,7 @@ TOLD = "by the answer to an Allocate that waits, otherwise by transfer_ended."
 STAGES = (
     "on D prefill (its client waits for P), allocate, transfer, first_token, attach or decode; read"
 )
-DEADLINE_S = 0.6
+DEADLINE_S = 0.8
 
 
 @case(620, GONE)
@@ -123,6 +124,31 @@ async def a_client_shortens_the_budget(d: Decode) -> None:
     check_metadata(fault, stage="transfer")
     ended = await p.told_of(request, "transfer_ended, for the client's time is over")
     expect_equal(ended.status.code, int(Code.DEADLINE_EXCEEDED), "status.code")
+
+
+@case(633, STAGES)
+async def time_is_over_while_the_first_token_is_awaited(d: Decode) -> None:
+    """The client's time ends when all KV is there and no first token is."""
+    if d.times.first_token <= DEADLINE_S:
+        raise NotApplicable("the first token is not awaited for longer than the client has time")
+    p = await d.prefill()
+    request = d.request()
+    h = HandOver(d, p, request, await p.allocate(request), None)
+    h.client_comes(timeout_s=DEADLINE_S)
+    await h.send_kv()
+    fault = await h.leg.fails(Reason.STAGE_DEADLINE, "the client's time is nearly over")
+    check_metadata(fault, stage="first_token")
+
+
+@case(634, STAGES)
+async def time_is_over_while_the_client_is_awaited(d: Decode) -> None:
+    """All was handed over and the budget ends; the client who comes too late hears of the stage."""
+    if d.times.attach <= DEADLINE_S:
+        raise NotApplicable("a client is not awaited for longer than the budget")
+    h = await handed_off(d, budget=duration(DEADLINE_S))
+    await h.ends_as(types_pb2.TRANSFER_STATE_FAILED)
+    fault = await h.client_comes().fails(Reason.STAGE_DEADLINE, "the budget was over")
+    check_metadata(fault, stage="attach")
 
 
 async def _told(h: HandOver) -> None:

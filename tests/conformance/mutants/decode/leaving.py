@@ -80,7 +80,7 @@ def the_budget_is_longer_than_the_call(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(rpc, "budget_of", lambda context, timeouts: right(context, timeouts) + 1)
 
 
-@mutant("D631")
+@mutant("D631", "D633", "D634")
 def every_stage_is_called_transfer(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Transfer, "stage", property(lambda self: "transfer"))
 
