@@ -205,7 +205,7 @@ async def asking_again_with_less_budget(d: Decode) -> None:
     p = await d.prefill()
     request = d.request()
     grant = await p.allocate(request)
-    short = 0.2
+    short = 0.4
     await p.allocate(request, budget=duration(short))
     await p.allocate(request, budget=duration(60))
     ended = await p.told_of(request, f"the end of {grant.grant_id}", short + answer_s())

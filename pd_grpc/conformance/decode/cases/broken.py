@@ -21,7 +21,7 @@ async def back_within_grace(d: Decode) -> None:
     leg = d.generate(request)
     grant = await p.allocate(request)
     await p.break_session()
-    await asyncio.sleep(0.3 * d.times.grace)
+    await d.arrived()
     await p.join()
     wanted = d.answer(request)
     await p.first_token(request, grant, wanted[0])
@@ -46,12 +46,12 @@ async def not_back_within_grace(d: Decode) -> None:
     " their leases if those are shorter, and calls in the session's name are still taken",
 )
 async def calls_while_the_session_is_broken(d: Decode) -> None:
-    """The session breaks: for half of grace the first token is taken again and again."""
+    """The session breaks: for a part of grace the first token is taken again and again."""
     p = await d.prefill()
     request = d.request()
     grant = await p.allocate(request)
     await p.break_session()
-    until = time.monotonic() + 0.5 * d.times.grace
+    until = time.monotonic() + 0.3 * d.times.grace
     while time.monotonic() < until:
         await p.first_token(request, grant, 1)
         await asyncio.sleep(0.05 * d.times.grace)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 
 from pd_grpc.conformance.calls import Stream
 from pd_grpc.conformance.case import NotApplicable, answer_s, eventually, expect, expect_equal
@@ -142,9 +143,11 @@ async def load_counts_who_waits(d: Decode) -> None:
 async def a_silent_session_ends(d: Decode) -> None:
     """P sends no heartbeat: its session lives for more than one period and ends after two."""
     p = d.new_prefill()
+    began, period = time.monotonic(), d.times.heartbeat
     stream = await _welcomed(p)
-    period = d.times.heartbeat
-    await stream.silent(1.5 * period, "a session that lives for two heartbeats of silence")
+    passed = time.monotonic() - began
+    alive = "a session that lives for two heartbeats of silence"
+    await stream.silent(max(0.0, 1.5 * period - passed), alive)
     await stream.refused(Reason.LEASE_EXPIRED, "no heartbeat for two periods", period + answer_s())
 
 

@@ -7,11 +7,19 @@ import time
 from collections.abc import Awaitable
 from typing import Any
 
+import grpc
 from google.protobuf.duration_pb2 import Duration
 from google.rpc import error_details_pb2
 
-from pd_grpc.conformance.calls import check_metadata, refusal, refusal_details
-from pd_grpc.conformance.case import NotApplicable, answer_s, eventually, expect, expect_equal
+from pd_grpc.conformance.calls import check_fault, check_metadata, refusal, refusal_details
+from pd_grpc.conformance.case import (
+    NotApplicable,
+    answer_s,
+    eventually,
+    expect,
+    expect_equal,
+    within,
+)
 from pd_grpc.conformance.decode.cases.registry import DECODE_CASES as case
 from pd_grpc.conformance.decode.pool import (
     expect_waiting,
@@ -26,14 +34,20 @@ from pd_grpc.conformance.decode.pool import (
 from pd_grpc.conformance.decode.prefill import Prefill
 from pd_grpc.conformance.decode.subject import Decode
 from pd_grpc.conformance.request import Request
-from pd_grpc.protocol.faults import Reason
+from pd_grpc.protocol.faults import Fault, Reason, TransportFault
 from pd_grpc.protocol.messages import duration
+from pd_grpc.protocol.rpc import read_error
 from pd_grpc.v1 import decode_pb2
 
 SHORT_S = 0.2
 """A wait, or a budget, that is over soon."""
 
+TRIES = 3
+"""Calls of which one must be answered in its last 100 ms; a busy machine may be late for some."""
+
 ASKED_AT_ONCE = 48
+"""Allocates sent before D is asked again how many wait."""
+
 MOST_ASKED = 4096
 """Allocates sent to a D before its queue is taken for boundless."""
 
@@ -77,8 +91,16 @@ async def the_call_ends_before_the_wait(d: Decode) -> None:
     """The call's own deadline is before the end of max_wait: NO_BLOCKS comes before it."""
     p = await d.prefill()
     await fill(d, p)
-    call = p.ask(d.request(), timeout_s=3 * SHORT_S, max_wait=duration(30))
-    await refusal(call, Reason.NO_BLOCKS, "an answer before the caller's own timer")
+    fault: Fault | TransportFault | None = None
+    for _ in range(TRIES):
+        call = p.ask(d.request(), timeout_s=2 * SHORT_S, max_wait=duration(30))
+        try:
+            await within(None, call, "the end of a call that has a deadline")
+        except grpc.RpcError as error:
+            fault = read_error(error)
+        if isinstance(fault, Fault):
+            break
+    check_fault(fault, Reason.NO_BLOCKS, "an answer before the caller's own timer")
 
 
 @case(244, "Waits up to max_wait, first in and first out")
