@@ -20,13 +20,13 @@ BAD: Mapping[str, Manners] = {
 }
 ROWS = {"pool": Row.POOL, "threads5": Row.ZMQ_THREADS5}
 GOOD = 3
-AT_ONCE = 16
+AT_ONCE = 6
 """Requests under way for each good D."""
 BAD_AT_ONCE = 64
 """And for the bad one: more than a window, so that some wait behind it."""
 _SCALE = 1.0
-_OUTPUT_TOKENS = 20
-_PER_SECOND = 100
+_OUTPUT_TOKENS = 10
+_PER_SECOND = 40
 """More requests a second than a D gets through, so that none runs out."""
 
 
@@ -34,7 +34,7 @@ async def rates_of(row: Row, scope: Scope, tell: Tell) -> dict[str, float]:
     """Requests for the good Ds that finish in a second: with nothing sent to the bad one (`alone`),
     and with it bad in each way."""
     timing = Timing(_SCALE, floor_ms=scope.floor_ms)
-    settings = {"num_blocks": 8000}
+    settings = {"num_blocks": 2000}
     rates = {}
     async with running_system(Setup(row, timing, decodes=GOOD + 1, settings=settings)) as system:
         for name, bad in {"alone": None, **BAD}.items():

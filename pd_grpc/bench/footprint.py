@@ -82,7 +82,7 @@ async def _wasted_chunks(scope: Scope) -> int:
     setup = Setup(
         Row.POOL,
         Timing(1.0, floor_ms=scope.floor_ms),
-        settings={"chunk_tokens": _CHUNK_TOKENS},
+        settings={"block_size": _CHUNK_TOKENS, "chunk_tokens": _CHUNK_TOKENS},
     )
     async with running_system(setup) as system:
         before = (await system.prefills[0].do("stats"))["chunks"]

@@ -35,7 +35,7 @@ async def overload_figures(scope: Scope, tell: Tell) -> Mapping[str, Any]:
         prefills=2,
         decodes=2,
         router=True,
-        settings={"max_batch": _BATCH, "num_blocks": _BLOCKS},
+        settings={"max_batch": _BATCH, "block_size": 64, "num_blocks": _BLOCKS},
     )
     async with running_system(setup) as system:
         capacity = await _capacity(system, scope.overload_window_s)

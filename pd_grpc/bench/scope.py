@@ -34,7 +34,6 @@ class Scope:
     trace_minutes: float = 10.0
     trace_speed: float = 4.0
     overload_window_s: float = 20.0
-    footprint_requests: int = 256
 
     @classmethod
     def fast(cls, trace: Path | None = None) -> Scope:
@@ -42,10 +41,10 @@ class Scope:
         return cls(
             quick=True,
             repeats=1,
-            seed_scale=0.1,
-            seed_requests=128,
-            seed_at_once=48,
-            seed_output=40,
+            seed_scale=0.2,
+            seed_requests=96,
+            seed_at_once=40,
+            seed_output=150,
             bad_repeats=1,
             bad_window_s=3.0,
             latency_repeats=1,
@@ -53,5 +52,4 @@ class Scope:
             trace=trace,
             trace_minutes=0.5,
             overload_window_s=3.0,
-            footprint_requests=64,
         )

@@ -68,8 +68,9 @@ class Setup:
 
 SETTINGS: Mapping[str, Any] = {
     "engine": "sim",
-    "block_size": 64,
-    "num_blocks": 40_000,
+    # Large, for the sake of D's own work for a step, which must fit into a scaled one.
+    "block_size": 256,
+    "num_blocks": 10_000,
     "max_batch": 256,
     "chunk_tokens": 8192,
     "log_level": "error",

@@ -8,6 +8,7 @@ line out. The end of standard input ends the process, however its parent went.
 from __future__ import annotations
 
 import asyncio
+import gc
 import importlib
 import json
 import sys
@@ -56,6 +57,10 @@ async def serve(make: Callable[[Mapping[str, Any]], Worker]) -> None:
         return
     worker = make(json.loads(first))
     _say(await worker.start())
+    # What the imports left need not be looked through again, and the objects of a step of 256
+    # requests are no reason to look.
+    gc.freeze()
+    gc.set_threshold(100_000, 50, 50)
     try:
         while line := await reader.readline():
             _say(await worker.do(json.loads(line)))

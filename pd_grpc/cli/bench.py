@@ -36,6 +36,15 @@ def prepare(
     repeats: Annotated[
         int | None, typer.Option(min=1, help="Runs of each row.", show_default="5, quick 1")
     ] = None,
+    scale: Annotated[
+        float | None,
+        typer.Option(
+            min=0.01,
+            help="Factor on the step times of the seed workload; the larger, the less a busy "
+            "machine disturbs it.",
+            show_default="0.25, quick 0.2",
+        ),
+    ] = None,
     trace: Annotated[
         Path | None,
         typer.Option(
@@ -58,6 +67,8 @@ def prepare(
     scope = Scope.fast(trace) if quick else Scope(trace=trace)
     if repeats is not None:
         scope = replace(scope, repeats=repeats)
+    if scale is not None:
+        scope = replace(scope, seed_scale=scale)
     try:
         read_trace(trace, scope.trace_minutes)
     except NoTrace as error:
