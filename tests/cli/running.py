@@ -12,7 +12,10 @@ COMMAND = [sys.executable, "-m", "pd_grpc.cli.main"]
 
 
 def pd_grpc(
-    *arguments: str, cwd: Path | None = None, environ: Mapping[str, str] | None = None
+    *arguments: str,
+    cwd: Path | None = None,
+    environ: Mapping[str, str] | None = None,
+    timeout_s: float = 50,
 ) -> subprocess.CompletedProcess[str]:
     """Run the command to its end, with these variables beside the test's own."""
     return subprocess.run(
@@ -20,7 +23,7 @@ def pd_grpc(
         cwd=cwd,
         capture_output=True,
         text=True,
-        timeout=50,
+        timeout=timeout_s,
         check=False,
         env={**os.environ, **(environ or {})},
     )

@@ -41,6 +41,8 @@ def test_the_project_keeps_every_rule() -> None:
         ("blocks/pool.py", "from pd_grpc.v1 import a_pb2_grpc", "pd_grpc.blocks knows no gRPC"),
         ("router/front.py", "def f():\n    import transformers", "belong to pd_grpc.engine"),
         ("router/front.py", "from pickle import loads", "no pickle anywhere"),
+        ("bench/zmq_door.py", "import pickle", "no pickle anywhere"),
+        ("prefill/peer.py", "import pd_grpc.bench", "prefill may not import bench"),
         ("misc/odds.py", "import pd_grpc.protocol", "has no place in the layers"),
         ("prefill/machine.py", "import grpc", "the core is sans-IO"),
         ("decode/machine.py", "from time import monotonic", "the core is sans-IO"),
@@ -88,6 +90,7 @@ def test_what_the_layers_allow_is_not_reported(tmp_path: Path) -> None:
         tmp_path,
         {
             "cli/main.py": "import pd_grpc.servers.prefill, pd_grpc.client, grpc, asyncio",
+            "bench/zmq_wire.py": "import pickle, pd_grpc.servers.allocator",
             "servers/prefill.py": "from pd_grpc.cli import settings",
             "prefill/service.py": "import pd_grpc.engine.base, pd_grpc.telemetry, grpc, time",
             "prefill/machine.py": "from pd_grpc.protocol import clock",
