@@ -37,12 +37,13 @@ ADDED = [
     ("types.proto", "FINISH_REASON_LENGTH = 2;", "FINISH_REASON_LENGTH = 2; FINISH_REASON_X = 9;"),
 ]
 
-Gate = Callable[[], subprocess.CompletedProcess[str]]
+Gate = Callable[..., subprocess.CompletedProcess[str]]
 
 
 @pytest.fixture
 def gate(tmp_path: Path) -> Gate:
-    """`make protos-breaking` over a copy of the protocol and of its baseline in `tmp_path`."""
+    """`make protos-breaking`, or another target, over a copy of the protocol and of its baseline in
+    `tmp_path`."""
     if shutil.which("make") is None:
         pytest.skip("make is not installed")
     shutil.copy(ROOT / "Makefile", tmp_path)
@@ -51,9 +52,9 @@ def gate(tmp_path: Path) -> Gate:
         shutil.copytree(ROOT / folder, tmp_path / folder)
     (tmp_path / ".venv").symlink_to(ROOT / ".venv")
 
-    def run() -> subprocess.CompletedProcess[str]:
+    def run(target: str = "protos-breaking") -> subprocess.CompletedProcess[str]:
         # The environment is there: it is not to be made anew for a copy of the Makefile.
-        return _run(tmp_path, "make", "--old-file=.venv/.installed", "protos-breaking")
+        return _run(tmp_path, "make", "--old-file=.venv/.installed", target)
 
     return run
 
@@ -96,6 +97,25 @@ def test_what_is_added_breaks_nothing(
     _change(tmp_path / PROTOS / proto, old, new)
     passed = gate()
     assert passed.returncode == 0, passed.stdout + passed.stderr
+
+
+def test_what_has_become_the_baseline_cannot_be_taken_away_either(
+    gate: Gate, tmp_path: Path
+) -> None:
+    transfer = tmp_path / PROTOS / "transfer.proto"
+    _change(transfer, "uint32 shard_index = 6;", "uint32 shard_index = 6; uint32 more = 90;")
+    made = gate("protos-baseline")
+    assert made.returncode == 0, made.stderr
+    baseline = (tmp_path / BASELINE / "transfer.proto").read_text()
+    assert "uint32 more = 90;" in baseline and "//" not in baseline
+    _change(transfer, "uint32 more = 90;", "")
+    assert 'field "90" with name "more"' in gate().stdout
+
+
+def test_a_break_cannot_become_the_baseline(gate: Gate, tmp_path: Path) -> None:
+    _change(tmp_path / PROTOS / "transfer.proto", "uint32 shard_index = 6;", "")
+    assert gate("protos-baseline").returncode != 0
+    assert "shard_index" in (tmp_path / BASELINE / "transfer.proto").read_text()
 
 
 def test_once_there_is_a_tag_it_is_what_a_change_must_not_break(gate: Gate, tmp_path: Path) -> None:
