@@ -171,6 +171,7 @@ async def test_apart_or_together_alone_or_in_a_crowd_the_answer_is_the_same(
 
 
 @pytest.mark.soak
+@pytest.mark.timeout(3600)
 @pytest.mark.asyncio(loop_scope="module")
 async def test_every_prompt_greedy_and_seeded_has_the_same_answer_in_all_four_ways(
     both: tuple[Cluster, Cluster], chats: list[list[int]], texts: dict[int, list[int]]
