@@ -51,7 +51,7 @@ class Driver:
 
     async def do(self, command: Mapping[str, Any]) -> Any:
         if command["do"] == "closed":
-            ended = await self._closed(command["groups"], command["limit_s"], command["until"])
+            ended = await self._closed(command["groups"], command["limit_s"])
         elif command["do"] == "open":
             ended = await self._open(command["arrivals"], command["deadline_s"])
         elif command["do"] == "cancel":
@@ -64,26 +64,22 @@ class Driver:
         for channel in self._channels.values():
             await channel.close(None)
 
-    async def _closed(
-        self, groups: Mapping[str, Mapping[str, Any]], limit_s: float, until: str
-    ) -> list[Ended]:
-        """Every request of every group, until the group `until` (all, where it is empty) has
-        none left or the time is over; what is under way then is cancelled."""
+    async def _closed(self, groups: Mapping[str, Mapping[str, Any]], limit_s: float) -> list[Ended]:
+        """Every request of every group; what has not ended after `limit_s` is cancelled and left
+        out."""
         begun = time.monotonic()
         ended: list[Ended] = []
-        lanes: dict[str, list[asyncio.Task[None]]] = {}
+        lanes: list[asyncio.Task[None]] = []
         for name, group in groups.items():
             waiting = iter([BenchRequest(**request) for request in group["requests"]])
-            lanes[name] = [
+            lanes += [
                 asyncio.create_task(self._lane(name, waiting, begun, ended))
                 for _ in range(group["at_once"])
             ]
-        every = [task for tasks in lanes.values() for task in tasks]
-        awaited = lanes[until] if until else every
-        await asyncio.wait(awaited, timeout=limit_s)
-        for task in every:
-            task.cancel()
-        for result in await asyncio.gather(*every, return_exceptions=True):
+        await asyncio.wait(lanes, timeout=limit_s)
+        for lane in lanes:
+            lane.cancel()
+        for result in await asyncio.gather(*lanes, return_exceptions=True):
             if isinstance(result, Exception):
                 raise result
         return ended

@@ -49,7 +49,7 @@ async def bench_prepare(scope: Scope, tell: Tell) -> tuple[dict[str, Any], list[
         "scope": {**asdict(scope), "trace": str(scope.trace or "")},
         "intervals": METHOD,
         "machine": _machine(),
-        "load_average_before": load_before,
+        "load_average": {"before": load_before, "after": os.getloadavg()},
         "versions": {name: metadata.version(name) for name in _PACKAGES},
         "took_s": time.monotonic() - began,
     }

@@ -56,17 +56,13 @@ class System:
             for each in lengths
         ]
 
-    async def closed(
-        self, groups: Mapping[str, Group], limit_s: float, until: str = ""
-    ) -> list[Ended]:
+    async def closed(self, groups: Mapping[str, Group], limit_s: float) -> list[Ended]:
         """Drive closed groups; see `Driver`."""
         wire = {
             name: {"requests": [asdict(r) for r in group.requests], "at_once": group.at_once}
             for name, group in groups.items()
         }
-        ended = await self.driver.do(
-            "closed", limit_s + _MARGIN_S, groups=wire, limit_s=limit_s, until=until
-        )
+        ended = await self.driver.do("closed", limit_s + _MARGIN_S, groups=wire, limit_s=limit_s)
         return [Ended(**each) for each in ended]
 
     async def open(

@@ -55,18 +55,18 @@ class TimedEngine(Engine):
     def prefill(
         self, batch: Sequence[PrefillChunk], on_layer: Callable[[int, int], None]
     ) -> list[Sampled | None]:
-        self.on_step(True)
         step_ms = self._steps.prefill_ms(sum(len(chunk.token_ids) for chunk in batch))
+        self.on_step(True)
         time.sleep(step_ms / 1000 * self._scale)
+        self.on_step(False)
         self.chunks_computed += len(batch)
         on_layer(0, 0)
-        self.on_step(False)
         return [None if chunk.sample is None else _TOKEN for chunk in batch]
 
     def decode(self, batch: Sequence[DecodeSlot]) -> list[Sampled]:
-        self.on_step(True)
         context = sum(slot.position for slot in batch)
         step_s = self._steps.decode_ms(len(batch), context) / 1000 * self._scale
+        self.on_step(True)
         now = time.monotonic()
         begun = self._decoded_at if now - self._decoded_at < step_s else now
         time.sleep(max(0.0, begun + step_s - now))

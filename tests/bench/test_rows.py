@@ -68,11 +68,19 @@ def test_figures_compare_runs_that_followed_one_another() -> None:
     times = {row: [100.0, 200.0, 300.0] for row in Row}
     times[Row.POOL] = [101.0, 202.0, 303.0]
     times[Row.ZMQ_THREADS5] = [286.0, 286.0, 286.0]
-    figures = seed_figures(runs_of(times), TINY)
+    figures = seed_figures(runs_of(times), Scope())
     assert figures["pool_s"] == 202.0
     assert figures["pool_over_bound"] == pytest.approx(1.01)
     assert figures["pool_over_bound_interval"] == pytest.approx([1.01, 1.01])
     assert figures["threads5_prediction_error"] == pytest.approx(0.1)
+    assert figures["threads5_prediction_by"] == "measurement"
+
+
+def test_a_smaller_workload_predicts_by_reckoning_the_whole_one() -> None:
+    figures = seed_figures(runs_of({row: [12.0] for row in Row}), TINY)
+    assert figures["threads5_prediction_by"] == "reckoning"
+    assert figures["threads5_prediction_error"] == figures["threads5_reckoned_error"]
+    assert 0 < figures["threads5_prediction_error"] < 0.06
 
 
 def test_a_run_in_which_a_request_failed_is_no_run() -> None:
