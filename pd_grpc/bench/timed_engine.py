@@ -19,14 +19,16 @@ from pd_grpc.protocol.layout import GroupKind, KvGroup, KvLayout, Plane, PlaneKi
 
 MODEL_LEN = 1 << 16
 _TOKEN = Sampled(FIRST_WORD_ID)
+_SAME_RUN = 3.0
 
 
 class TimedEngine(Engine):
     """Sleeps by `steps`, `time_scale` times as long.
 
-    What D's host does between two steps that follow each other overlaps the first of them, as in
-    engines that plan ahead: a decode step counts from the end of the last one when that is less
-    than a step ago. P's does not, for its pauses may be waits for a grant.
+    What D's host does between two steps that follow each other overlaps them, as in engines that
+    plan ahead: where the last decode step ended less than `_SAME_RUN` steps ago, the next counts
+    from its end, or from as long ago as it takes, so that a step takes its time or the host's,
+    whichever is longer. P's does not, for its pauses may be waits for a grant.
     """
 
     def __init__(self, config: EngineConfig, steps: StepTable, time_scale: float) -> None:
@@ -68,7 +70,9 @@ class TimedEngine(Engine):
         step_s = self._steps.decode_ms(len(batch), context) / 1000 * self._scale
         self.on_step(True)
         now = time.monotonic()
-        begun = self._decoded_at if now - self._decoded_at < step_s else now
+        begun = now
+        if now - self._decoded_at < _SAME_RUN * step_s:
+            begun = max(self._decoded_at, now - step_s)
         time.sleep(max(0.0, begun + step_s - now))
         self._decoded_at = max(now, begun + step_s)
         self.on_step(False)
