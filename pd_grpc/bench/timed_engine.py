@@ -20,6 +20,7 @@ from pd_grpc.protocol.layout import GroupKind, KvGroup, KvLayout, Plane, PlaneKi
 MODEL_LEN = 1 << 16
 _TOKEN = Sampled(FIRST_WORD_ID)
 _SAME_RUN = 3.0
+"""After a longer pause than so many steps D had nothing to decode."""
 
 
 class TimedEngine(Engine):
@@ -31,7 +32,14 @@ class TimedEngine(Engine):
     whichever is longer. P's does not, for its pauses may be waits for a grant.
     """
 
-    def __init__(self, config: EngineConfig, steps: StepTable, time_scale: float) -> None:
+    def __init__(
+        self,
+        config: EngineConfig,
+        steps: StepTable,
+        time_scale: float,
+        now: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> None:
         self.name = "timed"
         plane = Plane(PlaneKind.K, "uint8", 1, 16)
         self.layout = KvLayout(
@@ -52,6 +60,8 @@ class TimedEngine(Engine):
         self._tokenizer = SimTokenizer(config.sim_vocab)
         self._steps = steps
         self._scale = time_scale
+        self._now = now
+        self._sleep = sleep
         self._decoded_at = 0.0
 
     def prefill(
@@ -59,7 +69,7 @@ class TimedEngine(Engine):
     ) -> list[Sampled | None]:
         step_ms = self._steps.prefill_ms(sum(len(chunk.token_ids) for chunk in batch))
         self.on_step(True)
-        time.sleep(step_ms / 1000 * self._scale)
+        self._sleep(step_ms / 1000 * self._scale)
         self.on_step(False)
         self.chunks_computed += len(batch)
         on_layer(0, 0)
@@ -69,11 +79,11 @@ class TimedEngine(Engine):
         context = sum(slot.position for slot in batch)
         step_s = self._steps.decode_ms(len(batch), context) / 1000 * self._scale
         self.on_step(True)
-        now = time.monotonic()
+        now = self._now()
         begun = now
         if now - self._decoded_at < _SAME_RUN * step_s:
             begun = max(self._decoded_at, now - step_s)
-        time.sleep(max(0.0, begun + step_s - now))
+        self._sleep(max(0.0, begun + step_s - now))
         self._decoded_at = max(now, begun + step_s)
         self.on_step(False)
         return [_TOKEN] * len(batch)

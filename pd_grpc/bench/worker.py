@@ -62,8 +62,18 @@ async def serve(make: Callable[[Mapping[str, Any]], Worker]) -> None:
     gc.freeze()
     gc.set_threshold(100_000, 50, 50)
     try:
-        while line := await reader.readline():
-            _say(await worker.do(json.loads(line)))
+        line = await reader.readline()
+        while line:
+            following = asyncio.ensure_future(reader.readline())
+            work = asyncio.ensure_future(worker.do(json.loads(line)))
+            await asyncio.wait({work, following}, return_when=asyncio.FIRST_COMPLETED)
+            if not work.done():
+                # Nobody waits for an answer any more.
+                work.cancel()
+                await asyncio.wait({work})
+                break
+            _say(work.result())
+            line = await following
     finally:
         await worker.stop()
 
