@@ -16,6 +16,7 @@ from pd_grpc.protocol.sampling import FieldError
 from pd_grpc.v1 import decode_pb2, layout_pb2, types_pb2
 
 HASH_ALGORITHM = "sha256-128-chain"
+INLINE = frozenset({layout_pb2.TRANSPORT_UNSPECIFIED, layout_pb2.TRANSPORT_INLINE})
 NAMES_REMEMBERED = 4096
 """Ps whose greatest epoch is known, the latest seen of them."""
 
@@ -228,7 +229,7 @@ def _unbuilt(theirs: KvLayout) -> Fault | None:
 def _check_means(hello: decode_pb2.Hello) -> None:
     if hello.hash_algorithm not in ("", HASH_ALGORITHM):
         raise _mismatch("hash_algorithm", HASH_ALGORITHM, hello.hash_algorithm)
-    if hello.transports and layout_pb2.TRANSPORT_INLINE not in hello.transports:
+    if hello.transports and INLINE.isdisjoint(hello.transports):
         names = ", ".join(transport_name(t) for t in hello.transports)
         raise _mismatch("transports", "TRANSPORT_INLINE", names)
     if len(hello.shards) > 1:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from pd_grpc.decode.sessions import transport_name
+from pd_grpc.decode.sessions import INLINE, transport_name
 from pd_grpc.protocol.faults import Fault, Reason, bad_request
 from pd_grpc.protocol.layout import KvLayout
 from pd_grpc.protocol.refs import name_errors, ref_errors
 from pd_grpc.protocol.sampling import FieldError
-from pd_grpc.v1 import layout_pb2, transfer_pb2
+from pd_grpc.v1 import transfer_pb2
 
 
 def check_open(message: transfer_pb2.TransferOpen, decode_epoch: int) -> None:
@@ -20,7 +20,7 @@ def check_open(message: transfer_pb2.TransferOpen, decode_epoch: int) -> None:
         meant, here = str(message.ref.decode_epoch), str(decode_epoch)
         text = "the transfer means another process of this decode instance"
         raise Fault(Reason.STALE_EPOCH, text, {"meant": meant, "here": here})
-    if message.transport not in (layout_pb2.TRANSPORT_UNSPECIFIED, layout_pb2.TRANSPORT_INLINE):
+    if message.transport not in INLINE:
         name = transport_name(message.transport)
         raise Fault(Reason.FEATURE, f"{name} is not supported", {"feature": name})
     sizes = (getattr(message.sender, f"{kind}_size") for kind in ("tp", "pp", "cp", "dp"))

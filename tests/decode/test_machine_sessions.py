@@ -85,6 +85,14 @@ def test_a_plane_that_differs_names_the_field(d: Harness, field: str, value: obj
     assert fault.metadata["theirs"] == str(value)
 
 
+@pytest.mark.parametrize(
+    "transports", [[], [0], [layout_pb2.TRANSPORT_SHM, 0], [99, layout_pb2.TRANSPORT_INLINE]]
+)
+def test_inline_may_be_offered_without_its_name(d: Harness, transports: list[int]) -> None:
+    p = Prefill(d, transports=transports)
+    assert d.told[p.stream][0].welcome.transport == layout_pb2.TRANSPORT_INLINE
+
+
 def test_one_of_several_layouts_is_enough(d: Harness) -> None:
     other = layout_to_proto(LAYOUT)
     other.model = "other"

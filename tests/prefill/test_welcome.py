@@ -34,6 +34,18 @@ def test_a_transport_that_was_not_offered_is_turned_down(
     assert (fault.metadata["field"], fault.metadata["theirs"]) == ("transport", named)
 
 
+def test_a_transport_that_is_not_named_is_inline(world: World) -> None:
+    world.call()
+    world.connect(D1, transport=layout_pb2.TRANSPORT_UNSPECIFIED)
+    response = decode_pb2.AllocateResponse(
+        grant_id="g",
+        wanted=[types_pb2.BlockRange(start=0, count=2)],
+        shards=[layout_pb2.Shard(endpoint="x:1")],
+    )
+    world.feed(ev.AllocateAnswered(world.ask(), response, None))
+    assert world.state() is PrefillState.COMPUTING
+
+
 @pytest.mark.parametrize("feature", ["grant_needs_client", "first_token_by_decode"])
 def test_a_d_that_asks_for_what_is_reserved_is_turned_down(world: World, feature: str) -> None:
     call = world.call(decodes=(D1, D2))

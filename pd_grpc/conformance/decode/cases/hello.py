@@ -84,6 +84,15 @@ async def an_unknown_transport_beside_inline(d: Decode) -> None:
     expect_equal(welcome.transport, layout_pb2.TRANSPORT_INLINE, "transport")
 
 
+@case(128, "Empty means INLINE, and so does unspecified among them.")
+async def an_unspecified_transport(d: Decode) -> None:
+    """P that offers a transport without saying which gets INLINE, alone and behind another."""
+    unspecified = layout_pb2.TRANSPORT_UNSPECIFIED
+    for transports in ([unspecified], [layout_pb2.TRANSPORT_NIXL, unspecified]):
+        welcome = await d.new_prefill().join(transports=transports)
+        expect_equal(welcome.transport, layout_pb2.TRANSPORT_INLINE, "transport")
+
+
 async def _refused(d: Decode, field: str, **instance: Any) -> Fault:
     """The fault of a hello whose instance has these fields instead of the right ones."""
     p = d.new_prefill()

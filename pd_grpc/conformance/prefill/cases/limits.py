@@ -66,6 +66,17 @@ async def a_transport_that_was_not_offered(p: Prefill) -> None:
         expect_equal(d.allocate.seen, [], "the Allocates")
 
 
+@case(808, "The transport chosen, one of Hello's. Unspecified means INLINE.")
+async def a_transport_that_is_not_named(p: Prefill) -> None:
+    """D names no transport, neither in Welcome nor with the grant: P sends KV inline."""
+    d = await p.decode()
+    d.hello.answer["transport"] = layout_pb2.TRANSPORT_UNSPECIFIED
+    d.allocate.answer["transport"] = layout_pb2.TRANSPORT_UNSPECIFIED
+    request = p.request()
+    await p.call(request, d).handed_off()
+    expect_kv(await d.granted(request.ref), p.rule, request.tokens)
+
+
 @case(805, "packed, up to a million.")
 async def a_million_tokens(p: Prefill) -> None:
     """A prompt of a million tokens is taken in, or refused for the model's or the pool's size, and

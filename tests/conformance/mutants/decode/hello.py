@@ -92,6 +92,11 @@ def an_unknown_transport_is_too_much(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Sessions, "_check", check)
 
 
+@mutant("D128")
+def a_transport_must_be_spelt_out(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(sessions, "INLINE", frozenset({layout_pb2.TRANSPORT_INLINE}))
+
+
 def _patched(patch: pytest.MonkeyPatch, change: Callable[[Any], object]) -> None:
     """Change every hello before it is checked."""
     right = Sessions._check

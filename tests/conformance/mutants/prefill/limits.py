@@ -7,12 +7,12 @@ from dataclasses import replace
 import pytest
 from google.protobuf.unknown_fields import UnknownFieldSet
 
-from pd_grpc.prefill import machine, sessions, validation
+from pd_grpc.prefill import grants, machine, sessions, validation
 from pd_grpc.prefill.machine import PrefillMachine
 from pd_grpc.prefill.sessions import DecodeSession
 from pd_grpc.protocol.faults import Fault, Reason
 from pd_grpc.protocol.messages import unbuilt_scope
-from pd_grpc.v1 import sampling_pb2
+from pd_grpc.v1 import layout_pb2, sampling_pb2
 from tests.conformance.mutants.prefill.registry import PREFILL_MUTANTS as mutant
 
 
@@ -54,6 +54,16 @@ def only_known_directions_are_looked_at(patch: pytest.MonkeyPatch) -> None:
 @mutant("P804")
 def any_transport_will_do(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(sessions, "_OFFERED", frozenset(range(100)))
+
+
+@mutant("P808")
+def a_transport_must_be_named(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(sessions, "_OFFERED", (layout_pb2.TRANSPORT_INLINE,))
+
+
+@mutant("P808")
+def a_grant_must_name_its_transport(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(grants, "_INLINE", (layout_pb2.TRANSPORT_INLINE,))
 
 
 @mutant("P805", max_message_bytes=1 << 20)
