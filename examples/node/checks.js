@@ -120,14 +120,6 @@ function checkMeans({ hash_algorithm: hash, transports, shards }) {
   if (shards.length > 1) throw mismatch('shards', 1, shards.length);
 }
 
-/** The rank or size by which a shard is one of several; undefined when it is the only one. */
-function splitField(shard) {
-  const ranks = Object.entries(shard).filter(([field]) => /^[tpcd]p_(rank|size)$/.test(field));
-  const most = (field) => (field.endsWith('size') ? 1 : 0);
-  const [field, value] = ranks.find(([name, number]) => number > most(name)) ?? [];
-  return field && { field, value, most: most(field) };
-}
-
 /** The checks of one D: `me` is its instance, `model` what it runs, `maxModelLen` in tokens. */
 class Checks {
   constructor(me, model, maxModelLen) {
@@ -175,14 +167,21 @@ class Checks {
     hello.shards.forEach((shard) => this.shard(shard));
   }
 
-  /** P's only shard holds every layer and head, whether it counts them or not. */
-  shard(shard) {
+  /** P's only shard holds every layer and head, whether it counts them or not: the first field
+   * that says otherwise. */
+  missingPart(shard) {
     const { layers, planes: [{ heads }] } = this.model.layout.groups[0];
     const whole = { layer_start: 0, layer_count: layers, head_start: 0, head_count: heads };
-    const split = splitField(shard);
-    if (split) throw mismatch(`shards[0].${split.field}`, split.most, split.value);
-    const part = Object.keys(whole).find((field) => ![0, whole[field]].includes(shard[field]));
-    if (part) throw mismatch(`shards[0].${part}`, whole[part], shard[part]);
+    for (const kind of ['tp', 'pp', 'cp', 'dp']) {
+      Object.assign(whole, { [`${kind}_size`]: 1, [`${kind}_rank`]: 0 });
+    }
+    const field = Object.keys(whole).find((name) => ![0, whole[name]].includes(shard[name]));
+    return field && { field, ours: whole[field], theirs: shard[field] };
+  }
+
+  shard(shard) {
+    const lacks = this.missingPart(shard);
+    if (lacks) throw mismatch(`shards[0].${lacks.field}`, lacks.ours, lacks.theirs);
   }
 
   layoutFault(layout) {
@@ -271,7 +270,8 @@ class Checks {
     const key = this.ref(open.ref, 'open.ref');
     if (errors.length) throw badRequest(...errors);
     if (open.transport > INLINE) throw feature(transportName(open.transport));
-    if (splitField(open.sender ?? {})) throw feature('open.sender');
+    const lacks = open.sender && this.missingPart(open.sender);
+    if (lacks) throw feature(`open.sender.${lacks.field}`);
     if (open.shard_index) {
       throw badRequest(wrong('open.shard_index', 'must be 0: there is one shard'));
     }

@@ -193,7 +193,7 @@ class Receiver:
     ) -> list[Action]:
         if state.wanted is not None:
             raise Fault(Reason.WRONG_STATE, "open came twice", {"state": "open"})
-        check_open(message, self._epoch)
+        check_open(message, self._epoch, self._layout)
         state.wanted = _Wanted(key_of(message.ref), self.sessions.owner_of(message.session_id))
         state.grant_id = message.grant_id
         if message.grant_id in self._closed:

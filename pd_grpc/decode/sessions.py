@@ -6,6 +6,7 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from pd_grpc.decode.sender_shard import missing_part
 from pd_grpc.decode.transfer import Owner
 from pd_grpc.protocol.config import Timeouts
 from pd_grpc.protocol.faults import Fault, Reason, bad_request
@@ -158,7 +159,7 @@ class Sessions:
         self._check_layouts(hello.layouts)
         _check_means(hello)
         for shard in hello.shards:
-            self._check_whole(shard)
+            _check_whole(shard, self._offer.layout)
 
     def _check_layouts(self, offered: Sequence[layout_pb2.KvLayout]) -> None:
         """One that is ours is enough; without one, P hears what is wrong with its best."""
@@ -183,16 +184,6 @@ class Sessions:
             return None
         first = differences[0]
         return _mismatch(f"layout.{first.field}", first.ours, first.theirs)
-
-    def _check_whole(self, shard: layout_pb2.Shard) -> None:
-        """P's one shard holds every layer and head, whether it counts them or not."""
-        layers = sum(group.layers for group in self._offer.layout.groups)
-        heads = self._offer.layout.groups[0].planes[0].heads
-        limits = {"layer_start": 0, "layer_count": layers, "head_start": 0, "head_count": heads}
-        for field, most in limits.items():
-            theirs = getattr(shard, field)
-            if theirs not in (0, most):
-                raise _mismatch(f"shards[0].{field}", str(most), str(theirs))
 
     def _welcome(self, session: Session) -> decode_pb2.Welcome:
         offer, timeouts = self._offer, self._offer.timeouts
@@ -234,13 +225,12 @@ def _check_means(hello: decode_pb2.Hello) -> None:
         raise _mismatch("transports", "TRANSPORT_INLINE", names)
     if len(hello.shards) > 1:
         raise _mismatch("shards", "1", str(len(hello.shards)))
-    for shard in hello.shards:
-        for kind in ("tp", "pp", "cp", "dp"):
-            size, rank = getattr(shard, f"{kind}_size"), getattr(shard, f"{kind}_rank")
-            if size > 1:
-                raise _mismatch(f"shards[0].{kind}_size", "1", str(size))
-            if rank > 0:
-                raise _mismatch(f"shards[0].{kind}_rank", "0", str(rank))
+
+
+def _check_whole(shard: layout_pb2.Shard, layout: KvLayout) -> None:
+    lacks = missing_part(shard, layout)
+    if lacks is not None:
+        raise _mismatch(f"shards[0].{lacks.field}", lacks.ours, lacks.theirs)
 
 
 def transport_name(transport: layout_pb2.Transport) -> str:

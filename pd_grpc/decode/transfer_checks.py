@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pd_grpc.decode.sender_shard import missing_part
 from pd_grpc.decode.sessions import INLINE, transport_name
 from pd_grpc.protocol.faults import Fault, Reason, bad_request
 from pd_grpc.protocol.layout import KvLayout
@@ -10,7 +11,7 @@ from pd_grpc.protocol.sampling import FieldError
 from pd_grpc.v1 import transfer_pb2
 
 
-def check_open(message: transfer_pb2.TransferOpen, decode_epoch: int) -> None:
+def check_open(message: transfer_pb2.TransferOpen, decode_epoch: int, layout: KvLayout) -> None:
     """Fault when it is malformed, means another process or asks for what is not built."""
     wrong = ref_errors(message.ref, "open.ref")
     wrong += name_errors(message.grant_id, "open.grant_id", required=True)
@@ -23,10 +24,10 @@ def check_open(message: transfer_pb2.TransferOpen, decode_epoch: int) -> None:
     if message.transport not in INLINE:
         name = transport_name(message.transport)
         raise Fault(Reason.FEATURE, f"{name} is not supported", {"feature": name})
-    sizes = (getattr(message.sender, f"{kind}_size") for kind in ("tp", "pp", "cp", "dp"))
-    if max(sizes) > 1:
-        text = "a prefill of several ranks is not supported"
-        raise Fault(Reason.FEATURE, text, {"feature": "open.sender"})
+    lacks = missing_part(message.sender, layout)
+    if lacks is not None:
+        text = f"a sender with {lacks.field} {lacks.theirs} is not supported"
+        raise Fault(Reason.FEATURE, text, {"feature": f"open.sender.{lacks.field}"})
     if message.shard_index != 0:
         raise bad_request([FieldError("open.shard_index", "must be 0: there is one shard")])
 

@@ -316,7 +316,6 @@ def test_what_is_no_message_fails_the_transfer() -> None:
         ({"transport": layout_pb2.TRANSPORT_SHM}, Reason.FEATURE),
         ({"transport": 99}, Reason.FEATURE),
         ({"shard_index": 1}, Reason.BAD_REQUEST),
-        ({"sender": layout_pb2.Shard(tp_size=2)}, Reason.FEATURE),
     ],
 )
 def test_an_open_that_means_something_else_is_refused_and_harms_nothing(
@@ -329,3 +328,33 @@ def test_an_open_that_means_something_else_is_refused_and_harms_nothing(
     shard.everything(good)
     shard.end(good, 2, 8 * LAYER)
     assert shard.ends[good] is None
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("tp_size", 2),
+        ("dp_size", 2),
+        ("tp_rank", 1),
+        ("pp_rank", 1),
+        ("cp_rank", 1),
+        ("layer_start", 1),
+        ("layer_count", 1),
+        ("head_start", 1),
+        ("head_count", 99),
+    ],
+)
+def test_a_sender_of_a_part_is_refused_by_the_field(field: str, value: int) -> None:
+    shard = Shard()
+    bad = shard.stream(sender=layout_pb2.Shard(**{field: value}))
+    assert shard.fault(bad).reason is Reason.FEATURE
+    assert shard.fault(bad).metadata == {"feature": f"open.sender.{field}"}
+    assert shard.events == []
+
+
+def test_a_sender_that_counts_all_it_holds_is_the_only_one() -> None:
+    shard = Shard()
+    layers = sum(group.layers for group in LAYOUT.groups)
+    heads = LAYOUT.groups[0].planes[0].heads
+    whole = layout_pb2.Shard(tp_size=1, dp_size=1, layer_count=layers, head_count=heads)
+    assert shard.stream(sender=whole) not in shard.ends

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from pd_grpc.conformance.calls import check_field
+from pd_grpc.conformance.calls import check_field, check_metadata
 from pd_grpc.conformance.case import expect
 from pd_grpc.conformance.decode.cases.registry import DECODE_CASES as case
 from pd_grpc.conformance.decode.handover import granted
@@ -100,6 +100,31 @@ async def one_of_several_senders(d: Decode) -> None:
     """Open by the first of two tensor-parallel shards is refused by name."""
     fault = await _refused(d, Reason.FEATURE, sender=layout_pb2.Shard(tp_size=2))
     expect(bool(fault.metadata.get("feature")), "the feature by name", dict(fault.metadata))
+
+
+@case(
+    342,
+    "So is a rank above 0, and a range that is not all layers and heads; feature is the field's"
+    " path.",
+)
+async def a_sender_of_a_part(d: Decode) -> None:
+    """Open by a shard with a rank, or with some layers or heads, is refused by the field's path;
+    one that counts everything is not."""
+    group = d.subject.info.layout.groups[0]
+    layers, heads = sum(g.layers for g in d.subject.info.layout.groups), group.planes[0].heads
+    part = {f"{kind}_rank": 1 for kind in ("tp", "pp", "cp", "dp")}
+    part |= {"layer_start": 1, "head_start": 1, "layer_count": layers + 1, "head_count": heads + 1}
+    h = await granted(d)
+    for field, value in part.items():
+        transfer = await h.p.open(h.request, h.grant, sender=layout_pb2.Shard(**{field: value}))
+        fault = await transfer.refused(Reason.FEATURE, f"a sender with {field} {value}")
+        check_metadata(fault, feature=f"open.sender.{field}")
+    whole = layout_pb2.Shard(tp_size=1, layer_count=layers, head_count=heads)
+    transfer = await h.receiving(sender=whole)
+    await transfer.send_all(h.kv())
+    await transfer.complete()
+    await h.first_token()
+    await h.answers()
 
 
 @case(340, "another's is refused with BAD_REQUEST.")

@@ -115,4 +115,4 @@ def any_shards(patch: pytest.MonkeyPatch) -> None:
 
 @mutant("D141")
 def a_part_is_as_good_as_the_whole(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Sessions, "_check_whole", lambda self, shard: None)
+    patch.setattr(sessions, "_check_whole", lambda shard, layout: None)

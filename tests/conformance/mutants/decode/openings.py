@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,6 +12,7 @@ from pd_grpc.decode import session_ids, transfer_checks
 from pd_grpc.decode.receiver import Receiver, _Wanted
 from pd_grpc.decode.session_ids import SessionIds
 from pd_grpc.protocol.faults import Fault, Reason
+from pd_grpc.protocol.layout import KvLayout, Mismatch
 from tests.conformance.mutants.decode.registry import DECODE_MUTANTS as mutant
 
 
@@ -17,13 +20,13 @@ def before_check(patch: pytest.MonkeyPatch, field: str, value: Any) -> None:
     """Take `field` of open for something else before it is checked."""
     right = transfer_checks.check_open
 
-    def wrong(message: Any, decode_epoch: int) -> None:
+    def wrong(message: Any, decode_epoch: int, layout: KvLayout) -> None:
         at = message.ref if field == "decode_epoch" else message
         if field == "sender":
             at.ClearField(field)
         else:
             setattr(at, field, decode_epoch if value is None else value)
-        right(message, decode_epoch)
+        right(message, decode_epoch, layout)
 
     patch.setattr("pd_grpc.decode.receiver.check_open", wrong)
 
@@ -39,6 +42,17 @@ def forgive(patch: pytest.MonkeyPatch, part: str) -> None:
         return right(self, stream, grant_id, grant)
 
     patch.setattr(Receiver, "_attach", wrong)
+
+
+def forgive_sender(patch: pytest.MonkeyPatch, which: Callable[[Mismatch], bool]) -> None:
+    """Do not see some of what makes a sender one of several."""
+    right = transfer_checks.missing_part
+
+    def wrong(shard: Any, layout: KvLayout) -> Mismatch | None:
+        lacks = right(shard, layout)
+        return None if lacks is None or which(lacks) else lacks
+
+    patch.setattr(transfer_checks, "missing_part", wrong)
 
 
 @mutant("D330")
@@ -102,6 +116,27 @@ def any_transport_is_inline(patch: pytest.MonkeyPatch) -> None:
 @mutant("D339")
 def senders_are_not_counted(patch: pytest.MonkeyPatch) -> None:
     before_check(patch, "sender", 0)
+
+
+@mutant("D342")
+def ranks_of_senders_are_not_looked_at(patch: pytest.MonkeyPatch) -> None:
+    forgive_sender(patch, lambda lacks: lacks.field.endswith("_rank"))
+
+
+@mutant("D342")
+def ranges_of_senders_are_not_looked_at(patch: pytest.MonkeyPatch) -> None:
+    forgive_sender(patch, lambda lacks: lacks.field.endswith(("_start", "_count")))
+
+
+@mutant("D342")
+def senders_are_refused_as_a_whole(patch: pytest.MonkeyPatch) -> None:
+    right = transfer_checks.missing_part
+
+    def wrong(shard: Any, layout: KvLayout) -> Mismatch | None:
+        lacks = right(shard, layout)
+        return None if lacks is None else replace(lacks, field="")
+
+    patch.setattr(transfer_checks, "missing_part", wrong)
 
 
 @mutant("D340")
