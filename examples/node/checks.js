@@ -91,11 +91,14 @@ function legsDiffer(allocate, client) {
   return new Fault('HANDOFF_MISMATCH', text, { metadata: { part } });
 }
 
+/** The first kind of a group or plane that is not built, or not known, by its path. */
 function unbuiltKind(layout) {
-  const group = layout.groups.find(({ kind, planes }) => {
-    return ![0, FULL].includes(kind) || planes.some((plane) => ![K, V].includes(plane.kind));
-  });
-  return group && feature(`kv_group.${group.kind}`);
+  for (const [g, { kind, planes }] of layout.groups.entries()) {
+    if (![0, FULL].includes(kind)) return feature(`layout.groups[${g}].kind`);
+    const p = planes.findIndex((plane) => ![K, V].includes(plane.kind));
+    if (p >= 0) return feature(`layout.groups[${g}].planes[${p}].kind`);
+  }
+  return null;
 }
 
 /** The first field, in reading order, in which two layouts differ, as a fault; null without. */

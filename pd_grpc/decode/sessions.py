@@ -10,7 +10,7 @@ from pd_grpc.decode.sender_shard import missing_part
 from pd_grpc.decode.transfer import Owner
 from pd_grpc.protocol.config import Timeouts
 from pd_grpc.protocol.faults import Fault, Reason, bad_request
-from pd_grpc.protocol.layout import GroupKind, KvLayout, PlaneKind
+from pd_grpc.protocol.layout import KvLayout
 from pd_grpc.protocol.messages import duration, layout_from_proto, layout_to_proto
 from pd_grpc.protocol.refs import name_errors
 from pd_grpc.protocol.sampling import FieldError
@@ -172,14 +172,10 @@ class Sessions:
         raise faults[0]
 
     def _layout_fault(self, offered: layout_pb2.KvLayout) -> Fault | None:
-        try:
-            theirs = layout_from_proto(offered)
-        except ValueError as error:
-            return Fault(Reason.FEATURE, f"layout: {error}", {"feature": "kv_group"})
-        unbuilt = _unbuilt(theirs)
+        unbuilt = _unbuilt(offered)
         if unbuilt is not None:
             return unbuilt
-        differences = self._offer.layout.differences(theirs)
+        differences = self._offer.layout.differences(layout_from_proto(offered))
         if not differences:
             return None
         first = differences[0]
@@ -205,16 +201,20 @@ class Sessions:
         )
 
 
-def _unbuilt(theirs: KvLayout) -> Fault | None:
-    for g, group in enumerate(theirs.groups):
-        kinds = {plane.kind for plane in group.planes}
-        if group.kind is not GroupKind.FULL or kinds - {PlaneKind.K, PlaneKind.V}:
-            return Fault(
-                Reason.FEATURE,
-                f"layout.groups[{g}]: only FULL attention with planes K and V is built",
-                {"feature": f"kv_group.{group.kind.name}"},
-            )
+def _unbuilt(offered: layout_pb2.KvLayout) -> Fault | None:
+    """The first kind of a group or plane that is not built, or not known, by its path."""
+    for g, group in enumerate(offered.groups):
+        if group.kind not in (layout_pb2.KV_GROUP_KIND_UNSPECIFIED, layout_pb2.KV_GROUP_KIND_FULL):
+            return _not_built(f"layout.groups[{g}].kind", group.kind)
+        for p, plane in enumerate(group.planes):
+            if plane.kind not in (layout_pb2.PLANE_KIND_K, layout_pb2.PLANE_KIND_V):
+                return _not_built(f"layout.groups[{g}].planes[{p}].kind", plane.kind)
     return None
+
+
+def _not_built(field: str, kind: int) -> Fault:
+    text = f"{field} {kind}: only FULL attention with planes K and V is built"
+    return Fault(Reason.FEATURE, text, {"feature": field})
 
 
 def _check_means(hello: decode_pb2.Hello) -> None:

@@ -112,7 +112,18 @@ def test_a_layout_with_defaults_left_out_is_the_same(d: Harness) -> None:
 def test_a_kind_of_attention_that_is_not_built_is_refused(d: Harness, kind: int) -> None:
     layout = layout_to_proto(LAYOUT)
     layout.groups[0].kind = kind  # type: ignore[assignment]
-    assert refusal(d, layouts=[layout]).reason is Reason.FEATURE
+    fault = refusal(d, layouts=[layout])
+    assert fault.reason is Reason.FEATURE
+    assert fault.metadata == {"feature": "layout.groups[0].kind"}
+
+
+@pytest.mark.parametrize("kind", [0, layout_pb2.PLANE_KIND_SCALE, 99])
+def test_a_kind_of_plane_that_is_not_built_is_named(d: Harness, kind: int) -> None:
+    layout = layout_to_proto(LAYOUT)
+    layout.groups[0].planes[1].kind = kind  # type: ignore[assignment]
+    fault = refusal(d, layouts=[layout])
+    assert fault.reason is Reason.FEATURE
+    assert fault.metadata == {"feature": "layout.groups[0].planes[1].kind"}
 
 
 @pytest.mark.parametrize("kind", [layout_pb2.KV_GROUP_KIND_SLIDING, 99])

@@ -346,7 +346,9 @@ def test_an_open_that_means_something_else_is_refused_and_harms_nothing(
 )
 def test_a_sender_of_a_part_is_refused_by_the_field(field: str, value: int) -> None:
     shard = Shard()
-    bad = shard.stream(sender=layout_pb2.Shard(**{field: value}))
+    sender = layout_pb2.Shard()
+    setattr(sender, field, value)
+    bad = shard.stream(sender=sender)
     assert shard.fault(bad).reason is Reason.FEATURE
     assert shard.fault(bad).metadata == {"feature": f"open.sender.{field}"}
     assert shard.events == []

@@ -176,6 +176,20 @@ async def a_shard_of_some_layers(d: Decode) -> None:
     await d.new_prefill().join(shards=[whole])
 
 
+@case(142, "of a layout that is the path of the kind, such as layout.groups[0].planes[1].kind")
+async def what_is_not_built_is_named(d: Decode) -> None:
+    """A layout with a kind of group or plane that is reserved, or of a later version, is refused
+    with the kind's path."""
+    last = len(d.subject.info.layout.groups[0].planes) - 1
+    for kind in (layout_pb2.KV_GROUP_KIND_SLIDING, UNKNOWN_KIND):
+        fault = await _refused(d, Reason.FEATURE, _set(_group, "kind", kind))
+        check_metadata(fault, feature="layout.groups[0].kind")
+    for kind in (layout_pb2.PLANE_KIND_SCALE, UNKNOWN_KIND):
+        change = _set(lambda layout: layout.groups[0].planes[last], "kind", kind)
+        fault = await _refused(d, Reason.FEATURE, change)
+        check_metadata(fault, feature=f"layout.groups[0].planes[{last}].kind")
+
+
 def _group(layout: layout_pb2.KvLayout) -> Any:
     return layout.groups[0]
 

@@ -116,7 +116,9 @@ async def a_sender_of_a_part(d: Decode) -> None:
     part |= {"layer_start": 1, "head_start": 1, "layer_count": layers + 1, "head_count": heads + 1}
     h = await granted(d)
     for field, value in part.items():
-        transfer = await h.p.open(h.request, h.grant, sender=layout_pb2.Shard(**{field: value}))
+        sender = layout_pb2.Shard()
+        setattr(sender, field, value)
+        transfer = await h.p.open(h.request, h.grant, sender=sender)
         fault = await transfer.refused(Reason.FEATURE, f"a sender with {field} {value}")
         check_metadata(fault, feature=f"open.sender.{field}")
     whole = layout_pb2.Shard(tp_size=1, layer_count=layers, head_count=heads)

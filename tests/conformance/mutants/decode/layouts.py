@@ -8,6 +8,7 @@ from pd_grpc.decode import sessions
 from pd_grpc.decode.sessions import Sessions
 from pd_grpc.protocol.faults import Fault, Reason
 from pd_grpc.protocol.layout import KvLayout
+from pd_grpc.v1 import layout_pb2
 from tests.conformance.mutants.decode.registry import DECODE_MUTANTS as mutant
 
 
@@ -82,7 +83,17 @@ def layouts_are_compared_as_written(patch: pytest.MonkeyPatch) -> None:
 
 @mutant("D137")
 def what_is_not_built_merely_differs(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(sessions, "_unbuilt", lambda theirs: None)
+    patch.setattr(sessions, "_unbuilt", lambda offered: None)
+
+
+@mutant("D142")
+def planes_are_refused_as_their_group(patch: pytest.MonkeyPatch) -> None:
+    right = sessions._not_built
+
+    def not_built(field, kind):  # type: ignore[no-untyped-def]
+        return right(field.split(".planes")[0], kind)
+
+    patch.setattr(sessions, "_not_built", not_built)
 
 
 @mutant("D138")
@@ -90,9 +101,10 @@ def an_unknown_kind_is_malformed(patch: pytest.MonkeyPatch) -> None:
     right = Sessions._layout_fault
 
     def layout_fault(self, offered):  # type: ignore[no-untyped-def]
-        fault = right(self, offered)
-        unknown = fault is not None and fault.metadata.get("feature") == "kv_group"
-        return Fault(Reason.BAD_REQUEST, "no such kind") if unknown else fault
+        kinds = {plane.kind for group in offered.groups for plane in group.planes}
+        if kinds - {*layout_pb2.PlaneKind.values()}:
+            return Fault(Reason.BAD_REQUEST, "no such kind")
+        return right(self, offered)
 
     patch.setattr(Sessions, "_layout_fault", layout_fault)
 

@@ -10,6 +10,7 @@ import pytest
 
 from pd_grpc.decode import session_ids, transfer_checks
 from pd_grpc.decode.receiver import Receiver, _Wanted
+from pd_grpc.decode.sender_shard import missing_part
 from pd_grpc.decode.session_ids import SessionIds
 from pd_grpc.protocol.faults import Fault, Reason
 from pd_grpc.protocol.layout import KvLayout, Mismatch
@@ -46,7 +47,7 @@ def forgive(patch: pytest.MonkeyPatch, part: str) -> None:
 
 def forgive_sender(patch: pytest.MonkeyPatch, which: Callable[[Mismatch], bool]) -> None:
     """Do not see some of what makes a sender one of several."""
-    right = transfer_checks.missing_part
+    right = missing_part
 
     def wrong(shard: Any, layout: KvLayout) -> Mismatch | None:
         lacks = right(shard, layout)
@@ -130,7 +131,7 @@ def ranges_of_senders_are_not_looked_at(patch: pytest.MonkeyPatch) -> None:
 
 @mutant("D342")
 def senders_are_refused_as_a_whole(patch: pytest.MonkeyPatch) -> None:
-    right = transfer_checks.missing_part
+    right = missing_part
 
     def wrong(shard: Any, layout: KvLayout) -> Mismatch | None:
         lacks = right(shard, layout)
