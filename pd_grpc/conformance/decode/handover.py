@@ -7,9 +7,9 @@ from typing import Any
 
 from pd_grpc.conformance.calls import refusal
 from pd_grpc.conformance.case import Broken, eventually, expect_equal
-from pd_grpc.conformance.decode.client import ClientLeg
-from pd_grpc.conformance.decode.prefill import Prefill
-from pd_grpc.conformance.decode.subject import Decode
+from pd_grpc.conformance.client import ClientLeg
+from pd_grpc.conformance.decode.prefill import KitPrefill
+from pd_grpc.conformance.decode.subject import DecodeHand
 from pd_grpc.conformance.decode.transfer import Transfer
 from pd_grpc.conformance.request import Request, replaced
 from pd_grpc.protocol.faults import Fault, Reason
@@ -27,8 +27,8 @@ LIVE = (
 class HandOver:
     """A request that D has granted blocks, and its client, if one waits."""
 
-    d: Decode
-    p: Prefill
+    d: DecodeHand
+    p: KitPrefill
     request: Request
     grant: decode_pb2.AllocateResponse
     client: ClientLeg | None
@@ -99,7 +99,7 @@ class HandOver:
         await self.leg.answers(self.d.answer(self.request))
 
 
-async def handed_off(d: Decode, **options: Any) -> HandOver:
+async def handed_off(d: DecodeHand, **options: Any) -> HandOver:
     """A transfer that D owns and for which no client has come: `client_comes` brings one."""
     p = await d.prefill()
     request = d.request()
@@ -110,7 +110,7 @@ async def handed_off(d: Decode, **options: Any) -> HandOver:
 
 
 async def granted(
-    d: Decode, request: Request | None = None, *, p: Prefill | None = None, **fields: Any
+    d: DecodeHand, request: Request | None = None, *, p: KitPrefill | None = None, **fields: Any
 ) -> HandOver:
     """A request with a grant and a client; `fields` replace those of the Allocate."""
     p = p or await d.prefill()

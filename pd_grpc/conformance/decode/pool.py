@@ -5,13 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 from pd_grpc.conformance.case import eventually, expect, within
-from pd_grpc.conformance.decode.prefill import Prefill
-from pd_grpc.conformance.decode.subject import Decode
+from pd_grpc.conformance.decode.prefill import KitPrefill
+from pd_grpc.conformance.decode.subject import DecodeHand
 from pd_grpc.conformance.request import Request
 from pd_grpc.v1 import decode_pb2, sampling_pb2
 
 
-def request_of(d: Decode, blocks: int, **fields: Any) -> Request:
+def request_of(d: DecodeHand, blocks: int, **fields: Any) -> Request:
     """A request that needs exactly so many blocks, whether D reserves for the prompt alone, for a
     token more or for the whole answer."""
     output = max(1, d.block_size // 2)
@@ -19,7 +19,7 @@ def request_of(d: Decode, blocks: int, **fields: Any) -> Request:
     return d.request(max(1, blocks * d.block_size - output), sampling=sampling, **fields)
 
 
-async def fill(d: Decode, p: Prefill, *pieces: int, leave: int = 0) -> list[Request]:
+async def fill(d: DecodeHand, p: KitPrefill, *pieces: int, leave: int = 0) -> list[Request]:
     """Take every block but `leave`: a transfer for each of `pieces`, in blocks, and then as many as
     the rest needs. P's heartbeats keep the grants."""
     longest = max(1, d.subject.info.max_model_len // d.block_size) or d.subject.total_blocks
@@ -35,13 +35,13 @@ async def fill(d: Decode, p: Prefill, *pieces: int, leave: int = 0) -> list[Requ
     return held
 
 
-async def load_now(p: Prefill) -> decode_pb2.Load:
+async def load_now(p: KitPrefill) -> decode_pb2.Load:
     """D's load as it is: what the ack of one heartbeat has brought is here with the next."""
     await p.heartbeat(*sorted(p.held))
     return await p.load()
 
 
-async def free(p: Prefill, blocks: int) -> decode_pb2.Load:
+async def free(p: KitPrefill, blocks: int) -> decode_pb2.Load:
     """Wait until so many blocks are free; returns the load that says so. What was given back may
     have to wait for its last writer."""
 
@@ -51,7 +51,7 @@ async def free(p: Prefill, blocks: int) -> decode_pb2.Load:
     return await eventually(lambda: load_now(p), right, f"{blocks} blocks free")
 
 
-async def queued(p: Prefill, requests: int) -> decode_pb2.Load:
+async def queued(p: KitPrefill, requests: int) -> decode_pb2.Load:
     """Wait until so many Allocates wait in D; returns the load that says so."""
 
     def right(load: decode_pb2.Load) -> bool:
@@ -60,14 +60,14 @@ async def queued(p: Prefill, requests: int) -> decode_pb2.Load:
     return await eventually(lambda: load_now(p), right, f"{requests} Allocates that wait")
 
 
-async def wait_in_queue(p: Prefill, request: Request, before: int, **fields: Any) -> Any:
+async def wait_in_queue(p: KitPrefill, request: Request, before: int, **fields: Any) -> Any:
     """An Allocate that waits behind `before` others; returns the call."""
     call = p.ask(request, **fields)
     await queued(p, before + 1)
     return call
 
 
-async def granted(p: Prefill, call: Any, what: str) -> decode_pb2.AllocateResponse:
+async def granted(p: KitPrefill, call: Any, what: str) -> decode_pb2.AllocateResponse:
     """The grant of an Allocate that waited; heartbeats keep it from now on."""
     grant: decode_pb2.AllocateResponse = await within(None, call, what)
     p.held.add(grant.grant_id)

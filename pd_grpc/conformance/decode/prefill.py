@@ -19,7 +19,7 @@ from pd_grpc.protocol.messages import layout_from_proto, seconds
 from pd_grpc.v1 import decode_pb2, decode_pb2_grpc, layout_pb2, types_pb2
 
 
-class Prefill:
+class KitPrefill:
     """A P of the kit's. Its heartbeats list what is in `held`; with `beats=False` it sends only
     those that a case asks for."""
 

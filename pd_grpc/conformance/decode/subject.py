@@ -10,19 +10,15 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from typing import Any
 
-import grpc
-import grpc.aio
-
 from pd_grpc.conformance.calls import answer
 from pd_grpc.conformance.case import LOOK_AGAIN_S, Broken, NotApplicable, answer_s, expect
-from pd_grpc.conformance.decode.client import ClientLeg
-from pd_grpc.conformance.decode.prefill import Prefill
+from pd_grpc.conformance.channels import connect, new_epoch
+from pd_grpc.conformance.client import ClientLeg
+from pd_grpc.conformance.decode.prefill import KitPrefill
 from pd_grpc.conformance.kv import KvRule
 from pd_grpc.conformance.request import BUDGET_S, Request, prompt_of
 from pd_grpc.conformance.transcript import Transcript
-from pd_grpc.protocol.clock import SystemClock
 from pd_grpc.protocol.messages import layout_from_proto, seconds
-from pd_grpc.protocol.refs import mint_epoch
 from pd_grpc.v1 import (
     admin_pb2_grpc,
     decode_pb2,
@@ -31,18 +27,6 @@ from pd_grpc.v1 import (
     inference_pb2_grpc,
     types_pb2,
 )
-
-MAX_MESSAGE_BYTES = 64 << 20
-CHANNEL_OPTIONS = (
-    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
-    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
-    ("grpc.use_local_subchannel_pool", 1),
-)
-
-
-def new_epoch() -> int:
-    """The epoch of a process that starts now."""
-    return mint_epoch(SystemClock())
 
 
 @dataclass(frozen=True)
@@ -70,7 +54,7 @@ class DecodeSubject:
         self,
         endpoint: str,
         info: inference_pb2.GetModelInfoResponse,
-        watch: Prefill,
+        watch: KitPrefill,
         total_blocks: int,
     ) -> None:
         self.endpoint = endpoint
@@ -100,15 +84,15 @@ class DecodeSubject:
         return self.welcome.instance
 
     @contextlib.asynccontextmanager
-    async def case(self, case_id: str, transcript: Transcript) -> AsyncIterator[Decode]:
+    async def case(self, case_id: str, transcript: Transcript) -> AsyncIterator[DecodeHand]:
         """What a case has in hand. At its end every block must be back and the queue empty."""
         if not self._settled:
             # A case that failed may have left something; that is not the next one's fault.
             with contextlib.suppress(Broken):
                 await self.settled()
         self._settled = False
-        async with grpc.aio.insecure_channel(self.endpoint, options=CHANNEL_OPTIONS) as channel:
-            hand = Decode(self, case_id, transcript, transcript.channel(channel))
+        async with connect(self.endpoint) as channel:
+            hand = DecodeHand(self, case_id, transcript, transcript.channel(channel))
             try:
                 yield hand
             finally:
@@ -157,12 +141,12 @@ async def open_decode(endpoint: str) -> AsyncIterator[DecodeSubject]:
     """Meet a D: read its model, open a session that watches its load. Broken, or grpc.RpcError,
     when that much does not work."""
     transcript = Transcript()
-    async with grpc.aio.insecure_channel(endpoint, options=CHANNEL_OPTIONS) as plain:
+    async with connect(endpoint) as plain:
         channel = transcript.channel(plain)
         stub = inference_pb2_grpc.InferenceServiceStub(channel)
         request = inference_pb2.GetModelInfoRequest()
         info = await answer(stub.GetModelInfo(request, timeout=answer_s()), "GetModelInfo answered")
-        watch = Prefill(
+        watch = KitPrefill(
             channel,
             transcript,
             types_pb2.Instance(
@@ -185,7 +169,7 @@ async def open_decode(endpoint: str) -> AsyncIterator[DecodeSubject]:
             await watch.leave()
 
 
-class Decode:
+class DecodeHand:
     """What a case has in hand: Ps and clients of its own, and requests nobody else has."""
 
     def __init__(
@@ -201,7 +185,7 @@ class Decode:
         self.admin = admin_pb2_grpc.AdminServiceStub(channel)
         self._case = f"{case_id.lower()}-{secrets.token_hex(4)}"
         self._numbers = 0
-        self._prefills: list[Prefill] = []
+        self._prefills: list[KitPrefill] = []
         self._legs: list[ClientLeg] = []
 
     @property
@@ -214,17 +198,17 @@ class Decode:
         self._numbers += 1
         return f"kit-{self._case}-{what}{self._numbers}"
 
-    def new_prefill(self, name: str = "", epoch: int = 0, **options: Any) -> Prefill:
+    def new_prefill(self, name: str = "", epoch: int = 0, **options: Any) -> KitPrefill:
         """A P that has not joined yet; see `Prefill` for the options."""
         instance = types_pb2.Instance(
             name=name or self.name("p"), epoch=epoch or new_epoch(), role=types_pb2.ROLE_PREFILL
         )
         layouts = [self.subject.info.layout]
-        p = Prefill(self.channel, self.transcript, instance, layouts, **options)
+        p = KitPrefill(self.channel, self.transcript, instance, layouts, **options)
         self._prefills.append(p)
         return p
 
-    async def prefill(self, name: str = "", epoch: int = 0, **options: Any) -> Prefill:
+    async def prefill(self, name: str = "", epoch: int = 0, **options: Any) -> KitPrefill:
         """A P with a session."""
         p = self.new_prefill(name, epoch, **options)
         await p.join()

@@ -10,16 +10,11 @@ import grpc.aio
 
 from pd_grpc.conformance.calls import Stream
 from pd_grpc.conformance.case import answer_s, expect, expect_equal
+from pd_grpc.conformance.channels import connect
 from pd_grpc.conformance.request import BUDGET_S, replaced
 from pd_grpc.conformance.transcript import Transcript
 from pd_grpc.protocol.faults import Fault, Reason
 from pd_grpc.v1 import decode_pb2, transfer_pb2, transfer_pb2_grpc, types_pb2
-
-CHANNEL_OPTIONS = (
-    ("grpc.max_receive_message_length", 16 << 20),
-    ("grpc.max_send_message_length", 16 << 20),
-    ("grpc.use_local_subchannel_pool", 1),
-)
 
 
 class Transfer:
@@ -109,5 +104,5 @@ class Transfer:
 
 def connect_transfer(grant: decode_pb2.AllocateResponse, transcript: Transcript) -> Transfer:
     """A Transfer to a grant's first shard, on a connection of its own, with nothing said yet."""
-    channel = grpc.aio.insecure_channel(grant.shards[0].endpoint, options=CHANNEL_OPTIONS)
+    channel = connect(grant.shards[0].endpoint)
     return Transfer(channel, transcript)

@@ -13,9 +13,10 @@ import grpc.aio
 from google.protobuf.message import Message
 
 from pd_grpc.conformance.case import broken, expect_equal, within
+from pd_grpc.conformance.channels import SERVER_OPTIONS
 from pd_grpc.conformance.prefill.grant import Grant, block_ranges
 from pd_grpc.conformance.prefill.session import Session
-from pd_grpc.conformance.prefill.shard import Incoming, ShardService, Steps
+from pd_grpc.conformance.prefill.shard import IncomingKv, ShardService, Steps
 from pd_grpc.conformance.prefill.step import Refused, Step, end_with, refusing
 from pd_grpc.conformance.request import replaced
 from pd_grpc.conformance.transcript import Transcript
@@ -36,23 +37,12 @@ from pd_grpc.v1 import (
 
 M = TypeVar("M", bound=Message)
 
-MAX_MESSAGE_BYTES = 64 << 20
-SERVER_OPTIONS = (
-    ("grpc.so_reuseport", 0),
-    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
-    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
-    ("grpc.http2.min_ping_interval_without_data_ms", 100),
-    ("grpc.http2.min_recv_ping_interval_without_data_ms", 100),
-    ("grpc.http2.max_ping_strikes", 0),
-    ("grpc.keepalive_permit_without_calls", 1),
-)
-
 CONNECTION_LOST = TransportFault(Code.UNAVAILABLE, "the connection is lost")
 """What P sees of a D that has gone: a status without ErrorInfo."""
 
 
 @dataclass(frozen=True)
-class Times:
+class KitTimes:
     """What the kit's D announces in Welcome, in seconds."""
 
     heartbeat: float = 0.3
@@ -64,7 +54,7 @@ class Times:
     tombstone: float = 30.0
 
 
-class Decode:
+class KitDecode:
     """A D of the kit's, on ports of its own. It does what decode.proto and transfer.proto say;
     a case changes that through its steps, `welcome` and `grant`."""
 
@@ -73,7 +63,7 @@ class Decode:
         name: str,
         epoch: int,
         transcript: Transcript,
-        times: Times,
+        times: KitTimes,
         shards: list[layout_pb2.Shard],
     ) -> None:
         """`shards` say which layers each holds; their endpoints are filled in."""
@@ -92,7 +82,7 @@ class Decode:
         self.sessions: list[Session] = []
         """Every one that was welcomed, in order."""
         self.grants: dict[TransferKey, Grant] = {}
-        self.streams: list[Incoming] = []
+        self.streams: list[IncomingKv] = []
         """Every Transfer, in order."""
         self.cached_blocks: set[int] = set()
         """Logical blocks that it claims to hold of every prompt."""
@@ -154,7 +144,7 @@ class Decode:
             broken("an Allocate that could be granted", "one that was refused")
         return self.grants[key_of(ref)]
 
-    def transfers(self, number: int) -> list[Incoming]:
+    def transfers(self, number: int) -> list[IncomingKv]:
         """Every Transfer, in order. Broken unless there were so many."""
         expect_equal(len(self.streams), number, "the number of Transfers")
         return self.streams
@@ -344,7 +334,7 @@ class Decode:
 class _Control(decode_pb2_grpc.DecodeServiceServicer):
     """DecodeService of one D."""
 
-    def __init__(self, d: Decode) -> None:
+    def __init__(self, d: KitDecode) -> None:
         self._d = d
 
     async def Session(

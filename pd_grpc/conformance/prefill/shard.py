@@ -35,7 +35,7 @@ class Steps:
             step.go()
 
 
-class Incoming:
+class IncomingKv:
     """One Transfer call as D sees it."""
 
     def __init__(self, open_: transfer_pb2.TransferOpen, shard: int) -> None:
@@ -78,7 +78,7 @@ class ShardService(transfer_pb2_grpc.TransferServiceServicer):
         self,
         shard: int,
         steps: Steps,
-        streams: list[Incoming],
+        streams: list[IncomingKv],
         find: Callable[[transfer_pb2.TransferOpen], Grant],
     ) -> None:
         self._shard = shard
@@ -94,7 +94,7 @@ class ShardService(transfer_pb2_grpc.TransferServiceServicer):
         first = await anext(request_iterator, None)
         if first is None:
             return
-        stream = Incoming(first.open, self._shard)
+        stream = IncomingKv(first.open, self._shard)
         self._streams.append(stream)
         queue: asyncio.Queue[transfer_pb2.TransferRequest | None] = asyncio.Queue()
         reader = asyncio.create_task(_read(request_iterator, stream, queue))
@@ -107,7 +107,7 @@ class ShardService(transfer_pb2_grpc.TransferServiceServicer):
 
     async def _serve(
         self,
-        stream: Incoming,
+        stream: IncomingKv,
         first: transfer_pb2.TransferRequest,
         queue: asyncio.Queue[transfer_pb2.TransferRequest | None],
         context: grpc.aio.ServicerContext[Any, Any],
@@ -140,7 +140,7 @@ class ShardService(transfer_pb2_grpc.TransferServiceServicer):
 
     async def _take(
         self,
-        stream: Incoming,
+        stream: IncomingKv,
         grant: Grant,
         chunk: transfer_pb2.KvChunk,
         context: grpc.aio.ServicerContext[Any, Any],
@@ -156,7 +156,7 @@ class ShardService(transfer_pb2_grpc.TransferServiceServicer):
 
     async def _end(
         self,
-        stream: Incoming,
+        stream: IncomingKv,
         grant: Grant,
         end: transfer_pb2.TransferEnd,
         context: grpc.aio.ServicerContext[Any, Any],
@@ -176,7 +176,7 @@ async def _say(context: grpc.aio.ServicerContext[Any, Any], **message: Any) -> N
 
 async def _read(
     requests: AsyncIterator[transfer_pb2.TransferRequest],
-    stream: Incoming,
+    stream: IncomingKv,
     queue: asyncio.Queue[transfer_pb2.TransferRequest | None],
 ) -> None:
     async for message in requests:

@@ -15,10 +15,10 @@ import grpc.aio
 
 from pd_grpc.conformance.calls import answer
 from pd_grpc.conformance.case import Broken, NotApplicable, answer_s, expect, expect_equal
-from pd_grpc.conformance.decode.subject import CHANNEL_OPTIONS, new_epoch
+from pd_grpc.conformance.channels import connect, new_epoch
 from pd_grpc.conformance.kv import KvRule
 from pd_grpc.conformance.prefill.caller import Caller
-from pd_grpc.conformance.prefill.decode import Decode, Times
+from pd_grpc.conformance.prefill.decode import KitDecode, KitTimes
 from pd_grpc.conformance.request import BUDGET_S, Request, prompt_of
 from pd_grpc.conformance.transcript import Transcript
 from pd_grpc.protocol.faults import Fault, Reason
@@ -65,7 +65,7 @@ class PrefillSubject:
 
     @property
     def patience_s(self) -> float:
-        t = Times()
+        t = KitTimes()
         return 6 * answer_s() + 3 * (2 * t.heartbeat + t.lease + t.grace)
 
     @property
@@ -91,11 +91,11 @@ class PrefillSubject:
         return True
 
     @contextlib.asynccontextmanager
-    async def case(self, case_id: str, transcript: Transcript) -> AsyncIterator[Prefill]:
+    async def case(self, case_id: str, transcript: Transcript) -> AsyncIterator[PrefillHand]:
         """What a case has in hand. At its end no request may be in flight on P, and every block be
         back, as far as P's AdminService tells."""
-        async with grpc.aio.insecure_channel(self.endpoint, options=CHANNEL_OPTIONS) as channel:
-            hand = Prefill(self, case_id, transcript, transcript.channel(channel))
+        async with connect(self.endpoint) as channel:
+            hand = PrefillHand(self, case_id, transcript, transcript.channel(channel))
             try:
                 yield hand
                 await hand.end_calls()
@@ -106,7 +106,7 @@ class PrefillSubject:
 
     async def settled(self) -> None:
         """Broken when P still holds a block or a request that nobody waits for any more."""
-        limit = answer_s() + Times().grace
+        limit = answer_s() + KitTimes().grace
         until = time.monotonic() + limit
         while await self.look():
             held = sum(c.blocks for c in self.server.blocks if c.state not in _FREE)
@@ -125,7 +125,7 @@ class PrefillSubject:
 async def open_prefill(endpoint: str, listen: str = "127.0.0.1") -> AsyncIterator[PrefillSubject]:
     """Meet a P: read its model, see that it is idle. Broken, or grpc.RpcError, when that much does
     not work."""
-    async with grpc.aio.insecure_channel(endpoint, options=CHANNEL_OPTIONS) as channel:
+    async with connect(endpoint) as channel:
         stub = inference_pb2_grpc.InferenceServiceStub(channel)
         request = inference_pb2.GetModelInfoRequest()
         info = await answer(stub.GetModelInfo(request, timeout=answer_s()), "GetModelInfo answered")
@@ -134,7 +134,7 @@ async def open_prefill(endpoint: str, listen: str = "127.0.0.1") -> AsyncIterato
         yield subject
 
 
-class Prefill:
+class PrefillHand:
     """What a case has in hand: Ds of its own, and requests nobody else has."""
 
     def __init__(
@@ -148,7 +148,7 @@ class Prefill:
         self.admin = admin_pb2_grpc.AdminServiceStub(channel)
         self._case = f"{case_id.lower()}-{secrets.token_hex(4)}"
         self._numbers = 0
-        self._decodes: list[Decode] = []
+        self._decodes: list[KitDecode] = []
         self._callers: list[Caller] = []
 
     @property
@@ -170,13 +170,15 @@ class Prefill:
 
     async def decode(
         self,
-        times: Times | None = None,
+        times: KitTimes | None = None,
         shards: list[layout_pb2.Shard] | None = None,
         name: str = "",
-    ) -> Decode:
+    ) -> KitDecode:
         """A D that P does not know yet."""
         shards = shards or [layout_pb2.Shard(tp_size=1)]
-        d = Decode(name or self.name("d"), new_epoch(), self.transcript, times or Times(), shards)
+        d = KitDecode(
+            name or self.name("d"), new_epoch(), self.transcript, times or KitTimes(), shards
+        )
         self._decodes.append(d)
         await d.start(self.subject.listen)
         return d
@@ -197,12 +199,16 @@ class Prefill:
         return Request(**{"transfer_id": transfer_id, "prompt": prompt, **fields})
 
     def call(
-        self, request: Request, *decodes: Decode | str, timeout_s: float = BUDGET_S, **fields: Any
+        self,
+        request: Request,
+        *decodes: KitDecode | str,
+        timeout_s: float = BUDGET_S,
+        **fields: Any,
     ) -> Caller:
         """Prefill, with the Ds that may have it; `fields` replace those of the message."""
         targets = [
             prefill_pb2.DecodeTarget(name=d.instance.name, endpoint=d.endpoint)
-            if isinstance(d, Decode)
+            if isinstance(d, KitDecode)
             else prefill_pb2.DecodeTarget(endpoint=d)
             for d in decodes
         ]
@@ -241,7 +247,7 @@ class Prefill:
             raise NotApplicable("the kit knows no other answers than the sim model's")
         return self.rule.answer(request.prompt, request.sampling, request.generated)
 
-    def check_first_token(self, request: Request, d: Decode) -> None:
+    def check_first_token(self, request: Request, d: KitDecode) -> None:
         """Broken unless D has been given the right first token, last of all."""
         token = d.first_token.seen[-1].tokens[0].token_id
         expect(token < self.subject.info.vocab_size, "a token of the vocabulary", token)

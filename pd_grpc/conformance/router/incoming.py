@@ -20,7 +20,7 @@ _NO_DEADLINE_S = 1e9
 """grpc reports about 9e18 s for a call without a deadline."""
 
 
-class Incoming(Generic[R]):
+class IncomingCall(Generic[R]):
     """A stream call of the router's, answered by a case message by message.
 
     `time_left` is the time to its deadline when it came, in seconds; None without one.

@@ -10,7 +10,7 @@ from typing import Any
 import grpc.aio
 
 from pd_grpc.conformance.case import Broken, answer_s, within
-from pd_grpc.conformance.router.incoming import Incoming
+from pd_grpc.conformance.router.incoming import IncomingCall
 from pd_grpc.conformance.router.line import Line
 from pd_grpc.conformance.transcript import Transcript
 from pd_grpc.protocol import rpc
@@ -31,8 +31,8 @@ from pd_grpc.v1 import (
 )
 
 Context = grpc.aio.ServicerContext[Any, Any]
-PrefillLeg = Incoming[prefill_pb2.PrefillRequest]
-DecodeLeg = Incoming[inference_pb2.GenerateRequest]
+PrefillLeg = IncomingCall[prefill_pb2.PrefillRequest]
+DecodeLeg = IncomingCall[inference_pb2.GenerateRequest]
 
 MODEL = inference_pb2.GetModelInfoResponse(
     model="pd-grpc-conformance",
@@ -89,7 +89,7 @@ class KitInstance(
         self.instance = types_pb2.Instance(name=name, epoch=mint_epoch(SystemClock()), role=role)
         self.line = Line(endpoint)
         self.calls = calls
-        self.legs: set[Incoming[Any]] = set()
+        self.legs: set[IncomingCall[Any]] = set()
         self.states: dict[str, types_pb2.TransferState] = {}
         self.transcript = _Following()
         config = ServerConfig(host="127.0.0.1", name=name)
@@ -137,7 +137,7 @@ class KitInstance(
         await self._leg(request, context)
 
     async def _leg(self, request: Any, context: Context) -> None:
-        leg = Incoming(self.name, request, context.time_remaining())
+        leg = IncomingCall(self.name, request, context.time_remaining())
         self.legs.add(leg)
         self.calls.put_nowait(leg)
         try:

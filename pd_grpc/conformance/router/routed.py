@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from pd_grpc.conformance.case import expect_equal
-from pd_grpc.conformance.decode.client import ClientLeg
+from pd_grpc.conformance.client import ClientLeg
 from pd_grpc.conformance.router.answers import handed_off, last, tokens
 from pd_grpc.conformance.router.instance import DecodeLeg, Instances, PrefillLeg
 from pd_grpc.protocol.faults import Fault

@@ -14,7 +14,8 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from pd_grpc.conformance.calls import answer, check_fault
 from pd_grpc.conformance.case import Broken, NotApplicable, answer_s, broken, expect, within
-from pd_grpc.conformance.decode.client import ClientLeg
+from pd_grpc.conformance.channels import CHANNEL_OPTIONS, connect
+from pd_grpc.conformance.client import ClientLeg
 from pd_grpc.conformance.request import BUDGET_S, prompt_of, replaced
 from pd_grpc.conformance.router.answers import handed_off, last
 from pd_grpc.conformance.router.instance import Instances, KitInstance
@@ -37,12 +38,6 @@ LOOK_AGAIN_S = 0.01
 """Between two tries of what tells nobody when it changes."""
 
 PROMPT_TOKENS = 12
-
-CHANNEL_OPTIONS = (
-    ("grpc.max_receive_message_length", 64 << 20),
-    ("grpc.max_send_message_length", 64 << 20),
-    ("grpc.use_local_subchannel_pool", 1),
-)
 
 
 class RouterSubject:
@@ -67,12 +62,12 @@ class RouterSubject:
         return other is not None and other.line.connections > 0
 
     @contextlib.asynccontextmanager
-    async def case(self, case_id: str, transcript: Transcript) -> AsyncIterator[Router]:
+    async def case(self, case_id: str, transcript: Transcript) -> AsyncIterator[RouterHand]:
         """What a case has in hand. At its end both legs of every request must have ended."""
         self.instances.follow(transcript)
         self.instances.forget()
-        async with grpc.aio.insecure_channel(self.endpoint, options=CHANNEL_OPTIONS) as channel:
-            hand = Router(self, case_id, transcript, transcript.channel(channel))
+        async with connect(self.endpoint) as channel:
+            hand = RouterHand(self, case_id, transcript, transcript.channel(channel))
             try:
                 yield hand
                 await self.instances.quiet()
@@ -85,7 +80,7 @@ class RouterSubject:
         """Wait until it routes to the kit's instances, and read who it is and what it serves.
         Broken."""
         await self.routes_to(self.instances.d)
-        async with grpc.aio.insecure_channel(self.endpoint, options=CHANNEL_OPTIONS) as channel:
+        async with connect(self.endpoint) as channel:
             stub = inference_pb2_grpc.InferenceServiceStub(channel)
             request = inference_pb2.GetModelInfoRequest()
             self.info = await answer(stub.GetModelInfo(request, timeout=answer_s()), "GetModelInfo")
@@ -102,7 +97,7 @@ class RouterSubject:
         until = time.monotonic() + 2 * answer_s()
         wanted = {d.endpoint for d in decodes}
         seen: object = "no answer"
-        async with grpc.aio.insecure_channel(self.endpoint, options=CHANNEL_OPTIONS) as channel:
+        async with connect(self.endpoint) as channel:
             stub = inference_pb2_grpc.InferenceServiceStub(channel)
             while time.monotonic() < until:
                 seen = await self._try_out(stub)
@@ -177,7 +172,7 @@ async def open_router(endpoint: str, instances: Instances) -> AsyncIterator[Rout
     yield subject
 
 
-class Router:
+class RouterHand:
     """What a case has in hand: clients of its own, and the instances behind the router."""
 
     def __init__(

@@ -11,7 +11,7 @@ from pd_grpc.conformance.calls import Stream, check_fault, check_field, if_serve
 from pd_grpc.conformance.case import NotApplicable, answer_s, broken, expect, expect_equal, within
 from pd_grpc.conformance.decode.cases.registry import DECODE_CASES as case
 from pd_grpc.conformance.decode.pool import request_of
-from pd_grpc.conformance.decode.subject import Decode
+from pd_grpc.conformance.decode.subject import DecodeHand
 from pd_grpc.protocol.faults import Code, Fault, Reason, TransportFault
 from pd_grpc.protocol.messages import duration
 from pd_grpc.protocol.rpc import read_error
@@ -27,7 +27,7 @@ SERVING = health_pb2.HealthCheckResponse.SERVING
     "the empty name is SERVING while the process is up, the full name of a service of its own"
     " while it takes new requests, and NOT_SERVING otherwise.",
 )
-async def health_of_a_running_instance(d: Decode) -> None:
+async def health_of_a_running_instance(d: DecodeHand) -> None:
     """Health is asked for the process and for DecodeService: both are SERVING."""
     stub = health_pb2_grpc.HealthStub(d.channel)
     for service in ("", "pd_grpc.v1.DecodeService"):
@@ -38,7 +38,7 @@ async def health_of_a_running_instance(d: Decode) -> None:
 
 
 @case(901, "Blocks of the pool by state; states without blocks are left out. The sum is the pool.")
-async def server_info_counts_the_pool(d: Decode) -> None:
+async def server_info_counts_the_pool(d: DecodeHand) -> None:
     """GetServerInfo is asked while three blocks are granted: it names D and counts every block."""
     info = await _server_info(d)
     expect_equal(info.instance, d.subject.instance, "instance, that of Welcome,")
@@ -52,7 +52,7 @@ async def server_info_counts_the_pool(d: Decode) -> None:
 
 
 @case(902, "Every transfer that has not ended.")
-async def transfers_in_flight_are_listed(d: Decode) -> None:
+async def transfers_in_flight_are_listed(d: DecodeHand) -> None:
     """Three transfers begin and one ends: the other two are listed, oldest first."""
     p = await d.prefill()
     requests = [d.request() for _ in range(3)]
@@ -65,7 +65,7 @@ async def transfers_in_flight_are_listed(d: Decode) -> None:
 
 
 @case(903, "From the previous answer; empty starts at the beginning.")
-async def pages_follow_each_other(d: Decode) -> None:
+async def pages_follow_each_other(d: DecodeHand) -> None:
     """Three transfers are listed one on a page: every page has the next, the last no token."""
     p = await d.prefill()
     requests = [d.request() for _ in range(3)]
@@ -80,7 +80,7 @@ async def pages_follow_each_other(d: Decode) -> None:
 
 
 @case(904, "Only these states; empty means all.")
-async def transfers_of_one_state(d: Decode) -> None:
+async def transfers_of_one_state(d: DecodeHand) -> None:
     """A transfer that is RESERVED and one that is EXPECTED: each is listed by its state alone."""
     p = await d.prefill()
     reserved, expected = d.request(), d.request()
@@ -93,7 +93,7 @@ async def transfers_of_one_state(d: Decode) -> None:
 
 
 @case(905, "The other instance: P's name on D, empty until its Allocate has come")
-async def a_transfer_as_an_operator_sees_it(d: Decode) -> None:
+async def a_transfer_as_an_operator_sees_it(d: DecodeHand) -> None:
     """GetTransfer of one in flight tells its state, blocks, P, prompt and name."""
     p = await d.prefill()
     request = request_of(d, 2, request_id=d.name("r"))
@@ -108,7 +108,7 @@ async def a_transfer_as_an_operator_sees_it(d: Decode) -> None:
 
 
 @case(906, "One transfer, ended ones included while they are remembered.")
-async def a_transfer_that_has_ended(d: Decode) -> None:
+async def a_transfer_that_has_ended(d: DecodeHand) -> None:
     """GetTransfer of one that was given back tells its end."""
     p = await d.prefill()
     request = d.request()
@@ -122,7 +122,7 @@ async def a_transfer_that_has_ended(d: Decode) -> None:
 
 
 @case(907, "NOT_FOUND with UNKNOWN_TRANSFER.")
-async def a_transfer_that_nobody_knows(d: Decode) -> None:
+async def a_transfer_that_nobody_knows(d: DecodeHand) -> None:
     """GetTransfer of a transfer, and of an attempt, that never was."""
     p = await d.prefill()
     request = d.request()
@@ -134,7 +134,7 @@ async def a_transfer_that_nobody_knows(d: Decode) -> None:
 
 
 @case(908, "Which attempt; 0 means the newest.")
-async def the_newest_attempt(d: Decode) -> None:
+async def the_newest_attempt(d: DecodeHand) -> None:
     """GetTransfer without an attempt finds the second; with attempt 1 the first, superseded."""
     p = await d.prefill()
     request = d.request()
@@ -147,7 +147,7 @@ async def the_newest_attempt(d: Decode) -> None:
 
 
 @case(909, "Every change of state from now on; no deadline.")
-async def changes_are_watched(d: Decode) -> None:
+async def changes_are_watched(d: DecodeHand) -> None:
     """One of two transfers is watched: its grant and its end are told, the other's are not."""
     await _list(d)
     p = await d.prefill()
@@ -168,7 +168,7 @@ async def changes_are_watched(d: Decode) -> None:
 
 
 @case(910, "At most this many, 1 to 10,000; 0 means 1,000.")
-async def a_page_too_large(d: Decode) -> None:
+async def a_page_too_large(d: DecodeHand) -> None:
     """ListTransfers with a page of 10,001 is refused; with one of 10,000 it is not."""
     await _list(d, page_size=10_000)
     request = admin_pb2.ListTransfersRequest(page_size=10_001)
@@ -177,7 +177,7 @@ async def a_page_too_large(d: Decode) -> None:
 
 
 @case(911, "unset means the server's configured time, 0 none at all, and below 0 is refused.")
-async def a_drain_in_the_past(d: Decode) -> None:
+async def a_drain_in_the_past(d: DecodeHand) -> None:
     """Drain with a deadline below 0 is refused, and D takes new requests as before."""
     p = await d.prefill()
     request = admin_pb2.DrainRequest(deadline=duration(0))
@@ -199,14 +199,14 @@ async def _refused(call: Awaitable[object], reason: Reason, what: str) -> Fault:
     broken(f"{reason.value}: {what}", got)
 
 
-async def _server_info(d: Decode) -> admin_pb2.ServerInfo:
+async def _server_info(d: DecodeHand) -> admin_pb2.ServerInfo:
     call = d.admin.GetServerInfo(admin_pb2.GetServerInfoRequest(), timeout=answer_s())
     answer: admin_pb2.GetServerInfoResponse = await if_served(call, "GetServerInfo")
     return answer.server
 
 
 async def _list(
-    d: Decode,
+    d: DecodeHand,
     page_size: int = 0,
     page_token: str = "",
     states: Sequence[types_pb2.TransferState] = (),
@@ -220,7 +220,7 @@ async def _list(
     return answer
 
 
-async def _get(d: Decode, transfer_id: str, attempt: int = 0) -> admin_pb2.TransferInfo:
+async def _get(d: DecodeHand, transfer_id: str, attempt: int = 0) -> admin_pb2.TransferInfo:
     request = admin_pb2.GetTransferRequest(transfer_id=transfer_id, attempt=attempt)
     call = d.admin.GetTransfer(request, timeout=answer_s())
     answer: admin_pb2.GetTransferResponse = await if_served(call, "GetTransfer")

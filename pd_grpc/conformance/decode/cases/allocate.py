@@ -9,7 +9,7 @@ from pd_grpc.conformance.case import NotApplicable, answer_s, expect, expect_equ
 from pd_grpc.conformance.decode.cases.registry import DECODE_CASES as case
 from pd_grpc.conformance.decode.pool import fill, load_now, request_of, wait_in_queue
 from pd_grpc.conformance.decode.prefill import wanted_blocks
-from pd_grpc.conformance.decode.subject import Decode
+from pd_grpc.conformance.decode.subject import DecodeHand
 from pd_grpc.conformance.request import Request, prompt_of
 from pd_grpc.protocol.faults import Fault, Reason, read_status
 from pd_grpc.protocol.messages import duration, seconds
@@ -17,7 +17,7 @@ from pd_grpc.v1 import decode_pb2, layout_pb2, sampling_pb2, types_pb2
 
 
 @case(200, "Logical blocks D wants; what is missing here D holds already.")
-async def every_block_of_a_cold_prompt(d: Decode) -> None:
+async def every_block_of_a_cold_prompt(d: DecodeHand) -> None:
     """Prompts never sent before, of lengths around whole blocks: every block is wanted."""
     p = await d.prefill()
     size = d.block_size
@@ -31,7 +31,7 @@ async def every_block_of_a_cold_prompt(d: Decode) -> None:
 
 
 @case(201, "Minted by D, never empty; heartbeats and transfers name it.")
-async def a_grant_has_a_name_of_its_own(d: Decode) -> None:
+async def a_grant_has_a_name_of_its_own(d: DecodeHand) -> None:
     """Two grants, and a third for a later attempt of the first: all their ids differ."""
     p = await d.prefill()
     first, second = d.request(), d.request()
@@ -43,7 +43,7 @@ async def a_grant_has_a_name_of_its_own(d: Decode) -> None:
 
 
 @case(202, "Life of the grant unless renewed; above 0.")
-async def a_grant_says_where_and_how_long(d: Decode) -> None:
+async def a_grant_says_where_and_how_long(d: DecodeHand) -> None:
     """A grant has a lease, a transport, and shards that welcome listed."""
     p = await d.prefill()
     grant = await p.allocate(d.request())
@@ -57,7 +57,7 @@ async def a_grant_says_where_and_how_long(d: Decode) -> None:
 
 
 @case(203, "Any other process of D refuses it with FAILED_PRECONDITION, STALE_EPOCH.")
-async def a_ref_of_another_process(d: Decode) -> None:
+async def a_ref_of_another_process(d: DecodeHand) -> None:
     """Allocate for another epoch of D, and for none, is refused with both epochs."""
     p = await d.prefill()
     here = d.subject.instance.epoch
@@ -68,7 +68,7 @@ async def a_ref_of_another_process(d: Decode) -> None:
 
 
 @case(204, "1 to 128 characters of [A-Za-z0-9._:-], unique for ever")
-async def a_malformed_transfer_id(d: Decode) -> None:
+async def a_malformed_transfer_id(d: DecodeHand) -> None:
     """A transfer_id that is empty, too long or has another character is refused; 128 are not."""
     p = await d.prefill()
     for name in ("", "t" * 129, "a b", "a/b", "ü", "a\n"):
@@ -79,19 +79,19 @@ async def a_malformed_transfer_id(d: Decode) -> None:
 
 
 @case(205, "Counts from 1; 0 is refused.")
-async def attempt_zero(d: Decode) -> None:
+async def attempt_zero(d: DecodeHand) -> None:
     """Attempt 0 is refused."""
     check_field(await _refused(d, ref=_ref(d, attempt=0)), "attempt")
 
 
 @case(206, "Tokens whose KV P will send: prompt and generated_token_ids; at least 1.")
-async def no_prompt(d: Decode) -> None:
+async def no_prompt(d: DecodeHand) -> None:
     """A prompt of no tokens is refused."""
     check_field(await _refused(d, prompt_tokens=0), "prompt_tokens")
 
 
 @case(207, "Tokens that may still be generated, the first included; at least 1.")
-async def no_output(d: Decode) -> None:
+async def no_output(d: DecodeHand) -> None:
     """An output of no tokens is refused."""
     check_field(await _refused(d, max_new_tokens=0), "max_new_tokens")
 
@@ -101,14 +101,14 @@ async def no_output(d: Decode) -> None:
     "SHA-256 over the tokens as little-endian uint32 (prompt, then generated), then adapter id"
     " and media hashes where there are any; 32 bytes.",
 )
-async def a_digest_of_another_size(d: Decode) -> None:
+async def a_digest_of_another_size(d: DecodeHand) -> None:
     """A digest that is missing, of 31 bytes or of 33 is refused."""
     for size in (0, 31, 33):
         check_field(await _refused(d, prompt_digest=b"x" * size), "prompt_digest")
 
 
 @case(209, "The client's name for the request, up to 128 characters, for people; never a key.")
-async def a_name_for_people(d: Decode) -> None:
+async def a_name_for_people(d: DecodeHand) -> None:
     """A request_id of 129 characters is refused; two requests may share one of 128."""
     p = await d.prefill()
     check_field(await _refused(d, request_id="r" * 129), "request_id")
@@ -117,7 +117,7 @@ async def a_name_for_people(d: Decode) -> None:
 
 
 @case(210, "a field is malformed, empty or out of its bounds; the prompt is longer than the model")
-async def a_prompt_longer_than_the_model(d: Decode) -> None:
+async def a_prompt_longer_than_the_model(d: DecodeHand) -> None:
     """A prompt of one token more than the model takes is refused."""
     longest = d.subject.info.max_model_len
     if not longest:
@@ -126,7 +126,7 @@ async def a_prompt_longer_than_the_model(d: Decode) -> None:
 
 
 @case(211, "INVALID_ARGUMENT with TOO_LARGE when it could never fit")
-async def larger_than_the_pool(d: Decode) -> None:
+async def larger_than_the_pool(d: DecodeHand) -> None:
     """Prompt and output that fill the pool or the model are granted; one token more is not."""
     p = await d.prefill()
     longest = d.subject.info.max_model_len or 2**31
@@ -147,7 +147,7 @@ async def larger_than_the_pool(d: Decode) -> None:
     "Idempotent: the same body without session_id, max_wait and budget gets the same answer,"
     " and repeated calls wait together, each for its own max_wait.",
 )
-async def asking_again(d: Decode) -> None:
+async def asking_again(d: DecodeHand) -> None:
     """The same Allocate, with another max_wait and budget and in a newer session: same answer."""
     p = await d.prefill()
     request = d.request()
@@ -164,7 +164,7 @@ async def asking_again(d: Decode) -> None:
     "ALREADY_EXISTS with DUPLICATE_TRANSFER for another body while the ref is in flight, which"
     " is unharmed",
 )
-async def another_body(d: Decode) -> None:
+async def another_body(d: DecodeHand) -> None:
     """The same ref with a body that differs in one field is refused; the first comes to its end."""
     p = await d.prefill()
     request = d.request()
@@ -189,7 +189,7 @@ async def another_body(d: Decode) -> None:
 
 
 @case(214, "0 is over already, STAGE_DEADLINE.")
-async def no_budget(d: Decode) -> None:
+async def no_budget(d: DecodeHand) -> None:
     """An Allocate whose budget is 0 is refused in the stage "allocate", and costs no blocks."""
     p = await d.prefill()
     request = d.request()
@@ -200,7 +200,7 @@ async def no_budget(d: Decode) -> None:
 
 
 @case(215, "A repeated call only shortens it.")
-async def asking_again_with_less_budget(d: Decode) -> None:
+async def asking_again_with_less_budget(d: DecodeHand) -> None:
     """A granted Allocate is repeated with less budget, then with more: the less counts."""
     p = await d.prefill()
     request = d.request()
@@ -222,7 +222,7 @@ async def asking_again_with_less_budget(d: Decode) -> None:
     "False when the first token is sure to end the answer, for example with max_tokens 1:"
     " granted at once, without blocks and without Transfer.",
 )
-async def no_kv_needed(d: Decode) -> None:
+async def no_kv_needed(d: DecodeHand) -> None:
     """Without kv_needed a grant wants nothing, takes no blocks, and the first token ends it."""
     p = await d.prefill()
     request = d.request(sampling=sampling_pb2.SamplingParams(max_tokens=1, temperature=0))
@@ -239,7 +239,7 @@ async def no_kv_needed(d: Decode) -> None:
 
 
 @case(217, "granted at once, without blocks and without Transfer.")
-async def no_kv_needed_when_the_pool_is_full(d: Decode) -> None:
+async def no_kv_needed_when_the_pool_is_full(d: DecodeHand) -> None:
     """Without kv_needed nothing waits: not for blocks, and not behind one that waits for them."""
     p = await d.prefill()
     await fill(d, p)
@@ -250,7 +250,7 @@ async def no_kv_needed_when_the_pool_is_full(d: Decode) -> None:
 
 
 @case(218, "Chain hashes of the prompt's whole blocks; empty means no prefix reuse.")
-async def block_hashes_of_an_unknown_prompt(d: Decode) -> None:
+async def block_hashes_of_an_unknown_prompt(d: DecodeHand) -> None:
     """Hashes of blocks that D has never seen bring nothing: every block is wanted."""
     p = await d.prefill()
     request = d.request(3 * d.block_size)
@@ -260,13 +260,13 @@ async def block_hashes_of_an_unknown_prompt(d: Decode) -> None:
 
 
 @case(219, "Unset means D's default; 0 is over already, STAGE_DEADLINE.")
-async def a_budget_left_to_the_decode_instance(d: Decode) -> None:
+async def a_budget_left_to_the_decode_instance(d: DecodeHand) -> None:
     """Allocate without a budget is granted."""
     p = await d.prefill()
     await p.allocate(d.request(), budget=None)
 
 
-def _ref(d: Decode, **fields: Any) -> types_pb2.TransferRef:
+def _ref(d: DecodeHand, **fields: Any) -> types_pb2.TransferRef:
     """A new ref but for these fields."""
     ref = d.request().ref
     for name, value in fields.items():
@@ -274,14 +274,14 @@ def _ref(d: Decode, **fields: Any) -> types_pb2.TransferRef:
     return ref
 
 
-def _of_length(d: Decode, prompt: int, output: int) -> Request:
+def _of_length(d: DecodeHand, prompt: int, output: int) -> Request:
     """A request of so many tokens of prompt and output."""
     tokens = prompt_of(d.name("prompt"), prompt, d.subject.info.vocab_size)
     sampling = sampling_pb2.SamplingParams(max_tokens=output, temperature=0)
     return d.request(prompt=tokens, sampling=sampling)
 
 
-async def _refused(d: Decode, **fields: Any) -> Fault:
+async def _refused(d: DecodeHand, **fields: Any) -> Fault:
     """The fault of an Allocate with these fields instead of the right ones."""
     p = await d.prefill()
     return await p.allocate_refused(d.request(), Reason.BAD_REQUEST, f"{[*fields]}", **fields)

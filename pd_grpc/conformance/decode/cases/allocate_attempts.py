@@ -6,14 +6,14 @@ from pd_grpc.conformance.calls import check_fault, check_metadata, refusal
 from pd_grpc.conformance.case import expect_equal
 from pd_grpc.conformance.decode.cases.registry import DECODE_CASES as case
 from pd_grpc.conformance.decode.pool import fill, free, granted, load_now, wait_in_queue
-from pd_grpc.conformance.decode.prefill import Prefill
-from pd_grpc.conformance.decode.subject import Decode
+from pd_grpc.conformance.decode.prefill import KitPrefill
+from pd_grpc.conformance.decode.subject import DecodeHand
 from pd_grpc.conformance.request import Request
 from pd_grpc.protocol.faults import Fault, Reason, read_status
 
 
 @case(230, "the smaller one, if it has not ended, ends with ABORTED, SUPERSEDED.")
-async def a_greater_attempt(d: Decode) -> None:
+async def a_greater_attempt(d: DecodeHand) -> None:
     """P asks for attempt 2: client and P of attempt 1 hear of it, and its blocks are free."""
     p = await d.prefill()
     request = d.request()
@@ -36,7 +36,7 @@ async def a_greater_attempt(d: Decode) -> None:
     231,
     "A greater attempt supersedes a smaller one everywhere, even when it comes from another P",
 )
-async def a_greater_attempt_of_another_prefill(d: Decode) -> None:
+async def a_greater_attempt_of_another_prefill(d: DecodeHand) -> None:
     """Another P asks for attempt 2: it is granted, and the P of attempt 1 is told."""
     p, other = await d.prefill(), await d.prefill()
     request = d.request()
@@ -50,7 +50,7 @@ async def a_greater_attempt_of_another_prefill(d: Decode) -> None:
     "An attempt smaller than the greatest that is in flight or remembered is refused with"
     " ABORTED, STALE_ATTEMPT.",
 )
-async def a_smaller_attempt(d: Decode) -> None:
+async def a_smaller_attempt(d: DecodeHand) -> None:
     """Attempt 2 is refused while 3 is in flight, with both numbers; 3 is unharmed."""
     p = await d.prefill()
     newest = d.request(attempt=3)
@@ -67,7 +67,7 @@ async def a_smaller_attempt(d: Decode) -> None:
     "An attempt smaller than the greatest that is in flight or remembered is refused with"
     " ABORTED, STALE_ATTEMPT.",
 )
-async def a_smaller_attempt_than_one_remembered(d: Decode) -> None:
+async def a_smaller_attempt_than_one_remembered(d: DecodeHand) -> None:
     """Attempt 1 is refused once 2 has ended; attempt 3 is granted."""
     p = await d.prefill()
     newest = d.request(attempt=2)
@@ -79,7 +79,7 @@ async def a_smaller_attempt_than_one_remembered(d: Decode) -> None:
 
 
 @case(234, "A greater attempt supersedes a smaller one everywhere")
-async def a_greater_attempt_of_one_that_waits(d: Decode) -> None:
+async def a_greater_attempt_of_one_that_waits(d: DecodeHand) -> None:
     """P asks for attempt 2 while 1 waits for blocks: 1 is refused, 2 gets the blocks."""
     p = await d.prefill()
     holders = await fill(d, p)
@@ -101,7 +101,7 @@ def _superseded(fault: Fault) -> None:
     check_metadata(fault, attempt=1, newest=2)
 
 
-async def _told(p: Prefill, request: Request) -> None:
+async def _told(p: KitPrefill, request: Request) -> None:
     """Broken unless P hears that attempt 2 has taken over."""
     ended = await p.told_of(request, "the end of attempt 1")
     _superseded(check_fault(read_status(ended.status), Reason.SUPERSEDED, "attempt 1"))

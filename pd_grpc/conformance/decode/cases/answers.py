@@ -8,7 +8,7 @@ from typing import Any
 from pd_grpc.conformance.case import expect, expect_equal
 from pd_grpc.conformance.decode.cases.registry import DECODE_CASES as case
 from pd_grpc.conformance.decode.handover import HandOver, granted
-from pd_grpc.conformance.decode.subject import Decode
+from pd_grpc.conformance.decode.subject import DecodeHand
 from pd_grpc.conformance.request import Request
 from pd_grpc.v1 import sampling_pb2, types_pb2
 
@@ -20,7 +20,7 @@ ALIKE = (
 
 
 @case(460, BLOCKS)
-async def prompts_around_a_block(d: Decode) -> None:
+async def prompts_around_a_block(d: DecodeHand) -> None:
     """Prompts of one token, around one block and of several blocks have the right answer."""
     size = d.block_size
     for tokens in sorted({1, max(1, size - 1), size, size + 1, 4 * size}):
@@ -28,13 +28,13 @@ async def prompts_around_a_block(d: Decode) -> None:
 
 
 @case(461, BLOCKS)
-async def an_answer_of_several_blocks(d: Decode) -> None:
+async def an_answer_of_several_blocks(d: DecodeHand) -> None:
     """The answer fills more than two blocks, and every token is right."""
     await _handed_over(d, d.request(sampling=_greedy(2 * d.block_size + 1, ignore_eos=True)))
 
 
 @case(462, ALIKE)
-async def sampled_answers(d: Decode) -> None:
+async def sampled_answers(d: DecodeHand) -> None:
     """Answers with seed, temperature, top_p and top_k are those of the aggregated mode's rule."""
     variants: tuple[dict[str, Any], ...] = (
         {"temperature": 0.8, "seed": 11},
@@ -47,7 +47,7 @@ async def sampled_answers(d: Decode) -> None:
 
 
 @case(463, "Token ids that end the answer; the token itself is part of token_ids.")
-async def stop_ids(d: Decode) -> None:
+async def stop_ids(d: DecodeHand) -> None:
     """The third token of an answer is made a stop id; the answer ends with it."""
     request = d.request(sampling=_greedy(8, ignore_eos=True))
     third = d.answer(request)[2]
@@ -57,7 +57,7 @@ async def stop_ids(d: Decode) -> None:
 
 
 @case(464, "stop ids and stop strings do not end the answer before this many tokens")
-async def min_tokens(d: Decode) -> None:
+async def min_tokens(d: DecodeHand) -> None:
     """The second token of an answer is made a stop id that counts from the fifth token on."""
     request = d.request(sampling=_greedy(8, ignore_eos=True))
     second = d.answer(request)[1]
@@ -67,7 +67,7 @@ async def min_tokens(d: Decode) -> None:
 
 
 @case(465, "Most tokens of the answer, generated_token_ids included; at least 1.")
-async def max_tokens(d: Decode) -> None:
+async def max_tokens(d: DecodeHand) -> None:
     """Answers of one, two and three tokens are as long as that."""
     for tokens in (1, 2, 3):
         h = await granted(d, d.request(sampling=_greedy(tokens, ignore_eos=True)))
@@ -80,7 +80,7 @@ async def max_tokens(d: Decode) -> None:
 
 
 @case(466, "Counts as output and not as prompt, and is never emitted again.")
-async def an_answer_that_goes_on(d: Decode) -> None:
+async def an_answer_that_goes_on(d: DecodeHand) -> None:
     """The client has the first three tokens already, and is shown the rest of the same answer."""
     whole = d.request(sampling=_greedy(8, ignore_eos=True))
     answer = d.answer(whole)
@@ -90,7 +90,7 @@ async def an_answer_that_goes_on(d: Decode) -> None:
 
 
 @case(467, "Tokens of the answer, generated_token_ids included.")
-async def usage(d: Decode) -> None:
+async def usage(d: DecodeHand) -> None:
     """The last message counts the prompt's tokens and the answer's, with those given before."""
     request = d.request(sampling=_greedy(8, ignore_eos=True))
     request.generated = d.answer(request)[:2]
@@ -101,7 +101,7 @@ async def usage(d: Decode) -> None:
 
 
 @case(468, "Set on the last message, and only there: an answer without it is not complete.")
-async def the_finish_reason_comes_last(d: Decode) -> None:
+async def the_finish_reason_comes_last(d: DecodeHand) -> None:
     """The last message has a finish_reason and no other has."""
     h = await _handed_over(d, d.request())
     reasons = [message.finish_reason for message in h.leg.messages]
@@ -110,21 +110,21 @@ async def the_finish_reason_comes_last(d: Decode) -> None:
 
 
 @case(469, "Set on the last message: name of the instance that decoded.")
-async def the_decode_instance_is_named(d: Decode) -> None:
+async def the_decode_instance_is_named(d: DecodeHand) -> None:
     """The last message names D."""
     h = await _handed_over(d, d.request())
     expect_equal(h.leg.last.decode_instance, d.subject.instance.name, "decode_instance")
 
 
 @case(470, "New tokens; may be empty in the last message.")
-async def no_message_is_empty(d: Decode) -> None:
+async def no_message_is_empty(d: DecodeHand) -> None:
     """Every message but the last has tokens."""
     h = await _handed_over(d, d.request())
     counts: Sequence[int] = [len(message.token_ids) for message in h.leg.messages]
     expect(all(counts[:-1]), "tokens in every message before the last", counts)
 
 
-async def _handed_over(d: Decode, request: Request) -> HandOver:
+async def _handed_over(d: DecodeHand, request: Request) -> HandOver:
     """A request that has been answered, rightly."""
     h = await granted(d, request)
     await h.completes()

@@ -9,12 +9,12 @@ from pd_grpc.conformance.calls import refusal
 from pd_grpc.conformance.case import answer_s
 from pd_grpc.conformance.decode.cases.registry import DECODE_CASES as case
 from pd_grpc.conformance.decode.pool import fill, queued, wait_in_queue
-from pd_grpc.conformance.decode.subject import Decode
+from pd_grpc.conformance.decode.subject import DecodeHand
 from pd_grpc.protocol.faults import Reason
 
 
 @case(170, "a new session of the same epoch takes them over.")
-async def back_within_grace(d: Decode) -> None:
+async def back_within_grace(d: DecodeHand) -> None:
     """The session breaks and P comes back at once: its grant is good for the whole answer."""
     p = await d.prefill()
     request = d.request()
@@ -30,7 +30,7 @@ async def back_within_grace(d: Decode) -> None:
 
 
 @case(171, "If none comes they fail with PREFILL_LOST.")
-async def not_back_within_grace(d: Decode) -> None:
+async def not_back_within_grace(d: DecodeHand) -> None:
     """The session breaks and P stays away: its client hears PREFILL_LOST."""
     p = await d.prefill()
     request = d.request()
@@ -45,7 +45,7 @@ async def not_back_within_grace(d: Decode) -> None:
     "When the stream breaks without goodbye the grants of its P live on for Welcome.grace, or"
     " their leases if those are shorter, and calls in the session's name are still taken",
 )
-async def calls_while_the_session_is_broken(d: Decode) -> None:
+async def calls_while_the_session_is_broken(d: DecodeHand) -> None:
     """The session breaks: for a part of grace the first token is taken again and again."""
     p = await d.prefill()
     request = d.request()
@@ -63,7 +63,7 @@ async def calls_while_the_session_is_broken(d: Decode) -> None:
     "When the stream breaks without goodbye the grants of its P live on for Welcome.grace, or"
     " their leases if those are shorter",
 )
-async def half_closed_is_broken(d: Decode) -> None:
+async def half_closed_is_broken(d: DecodeHand) -> None:
     """P says no more on its session, without goodbye, and stays away: PREFILL_LOST after grace."""
     p = await d.prefill()
     request = d.request()
@@ -76,7 +76,7 @@ async def half_closed_is_broken(d: Decode) -> None:
 
 
 @case(174, "P leaves on purpose; its transfers not yet handed off fail at once with PREFILL_LOST.")
-async def goodbye_ends_transfers(d: Decode) -> None:
+async def goodbye_ends_transfers(d: DecodeHand) -> None:
     """P says goodbye: the client of its grant hears PREFILL_LOST, and the session is forgotten."""
     p = await d.prefill()
     request = d.request()
@@ -90,7 +90,7 @@ async def goodbye_ends_transfers(d: Decode) -> None:
 
 
 @case(175, "OK after a goodbye of either side.")
-async def goodbye_ends_the_session(d: Decode) -> None:
+async def goodbye_ends_the_session(d: DecodeHand) -> None:
     """P says goodbye and reads on: its session ends with OK."""
     p = await d.prefill()
     await p.goodbye()
@@ -98,7 +98,7 @@ async def goodbye_ends_the_session(d: Decode) -> None:
 
 
 @case(176, "Before hand-off, P lost means PREFILL_LOST.")
-async def goodbye_ends_what_waits(d: Decode) -> None:
+async def goodbye_ends_what_waits(d: DecodeHand) -> None:
     """P says goodbye while an Allocate of its waits for blocks: that is refused, the queue left."""
     holder, p = await d.prefill(), await d.prefill()
     await fill(d, holder)
@@ -109,7 +109,7 @@ async def goodbye_ends_what_waits(d: Decode) -> None:
 
 
 @case(177, "After hand-off P's lease, session, epoch and Release no longer touch the transfer")
-async def goodbye_spares_what_was_handed_off(d: Decode) -> None:
+async def goodbye_spares_what_was_handed_off(d: DecodeHand) -> None:
     """P says goodbye after the hand-off: a client that comes then gets the whole answer."""
     p = await d.prefill()
     request = d.request()

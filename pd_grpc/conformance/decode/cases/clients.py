@@ -6,11 +6,11 @@ from typing import Any
 
 from pd_grpc.conformance.calls import check_fault
 from pd_grpc.conformance.case import NotApplicable, answer_s, expect, expect_equal
+from pd_grpc.conformance.client import ClientLeg
 from pd_grpc.conformance.decode import pool
 from pd_grpc.conformance.decode.cases.registry import DECODE_CASES as case
-from pd_grpc.conformance.decode.client import ClientLeg
 from pd_grpc.conformance.decode.handover import HandOver, granted, handed_off
-from pd_grpc.conformance.decode.subject import Decode
+from pd_grpc.conformance.decode.subject import DecodeHand
 from pd_grpc.conformance.request import BUDGET_S
 from pd_grpc.protocol.faults import Code, Fault, Reason
 from pd_grpc.v1 import decode_pb2, types_pb2
@@ -27,7 +27,7 @@ TOO_LATE = (
 
 
 @case(601, EITHER)
-async def the_client_comes_first(d: Decode) -> None:
+async def the_client_comes_first(d: DecodeHand) -> None:
     """The client's leg is there before P asks for blocks."""
     p = await d.prefill()
     request = d.request()
@@ -37,7 +37,7 @@ async def the_client_comes_first(d: Decode) -> None:
 
 
 @case(602, EITHER)
-async def the_client_comes_second(d: Decode) -> None:
+async def the_client_comes_second(d: DecodeHand) -> None:
     """P has a grant before the client's leg comes."""
     p = await d.prefill()
     request = d.request()
@@ -47,7 +47,7 @@ async def the_client_comes_second(d: Decode) -> None:
 
 
 @case(603, "of a hand-over with DUPLICATE_TRANSFER while the same ref has a client")
-async def a_second_client(d: Decode) -> None:
+async def a_second_client(d: DecodeHand) -> None:
     """A second client of the same hand-over is refused, and the first gets the answer."""
     h = await granted(d)
     await d.arrived()
@@ -56,7 +56,7 @@ async def a_second_client(d: Decode) -> None:
 
 
 @case(604, "ALREADY_EXISTS with DUPLICATE_REQUEST while the same request_id is in flight")
-async def a_request_id_in_flight(d: Decode) -> None:
+async def a_request_id_in_flight(d: DecodeHand) -> None:
     """A request that D prefills itself waits for blocks; a second of its name is refused."""
     await _prefills_itself(d)
     p = await d.prefill()
@@ -71,7 +71,7 @@ async def a_request_id_in_flight(d: Decode) -> None:
 
 
 @case(605, ABSENT)
-async def the_client_never_comes(d: Decode) -> None:
+async def the_client_never_comes(d: DecodeHand) -> None:
     """Nobody comes for what was handed off; the client who comes too late is told."""
     h = await handed_off(d)
     await h.ends_as(types_pb2.TRANSFER_STATE_FAILED, d.times.attach + answer_s())
@@ -79,7 +79,7 @@ async def the_client_never_comes(d: Decode) -> None:
 
 
 @case(606, ABSENT)
-async def p_hears_that_no_client_came(d: Decode) -> None:
+async def p_hears_that_no_client_came(d: DecodeHand) -> None:
     """Nobody comes for a transfer that has all KV and no first token: P is told."""
     if d.times.attach > 0.9 * d.times.first_token:
         raise NotApplicable("the first token is not awaited for longer than the client")
@@ -93,7 +93,7 @@ async def p_hears_that_no_client_came(d: Decode) -> None:
 
 
 @case(607, "D never generates without a client.")
-async def nothing_is_generated_before_the_client_comes(d: Decode) -> None:
+async def nothing_is_generated_before_the_client_comes(d: DecodeHand) -> None:
     """P has handed over all; until its client comes the transfer is no request that decodes."""
     h = await handed_off(d)
     load: decode_pb2.Load = await pool.load_now(h.p)
@@ -104,7 +104,7 @@ async def nothing_is_generated_before_the_client_comes(d: Decode) -> None:
 
 
 @case(608, TOO_LATE)
-async def a_client_of_a_failed_transfer(d: Decode) -> None:
+async def a_client_of_a_failed_transfer(d: DecodeHand) -> None:
     """P gave up for a fault before the client came, who is told that fault."""
     p = await d.prefill()
     request = d.request()
@@ -114,7 +114,7 @@ async def a_client_of_a_failed_transfer(d: Decode) -> None:
 
 
 @case(609, TOO_LATE)
-async def a_client_of_a_released_transfer(d: Decode) -> None:
+async def a_client_of_a_released_transfer(d: DecodeHand) -> None:
     """P gave back without a fault before the client came, who is told RELEASED."""
     p = await d.prefill()
     request = d.request()
@@ -125,7 +125,7 @@ async def a_client_of_a_released_transfer(d: Decode) -> None:
 
 
 @case(610, "A slow reader gets fewer, larger messages.")
-async def a_slow_reader(d: Decode) -> None:
+async def a_slow_reader(d: DecodeHand) -> None:
     """The client reads nothing until the whole answer is there, and then every token of it."""
     p = await d.prefill()
     request = d.request()
@@ -139,7 +139,7 @@ async def a_slow_reader(d: Decode) -> None:
 
 
 @case(611, "Unset on D means that D prefills it itself, the aggregated mode.")
-async def the_aggregated_mode(d: Decode) -> None:
+async def the_aggregated_mode(d: DecodeHand) -> None:
     """The same request is answered alike with and without a hand-over."""
     await _prefills_itself(d)
     request = d.request()
@@ -150,7 +150,7 @@ async def the_aggregated_mode(d: Decode) -> None:
 
 
 @case(612, "Token counts of one request, equal in aggregated and disaggregated mode.")
-async def usage_in_the_aggregated_mode(d: Decode) -> None:
+async def usage_in_the_aggregated_mode(d: DecodeHand) -> None:
     """The last message of either mode has the same counts."""
     await _prefills_itself(d)
     request = d.request()
@@ -163,7 +163,7 @@ async def usage_in_the_aggregated_mode(d: Decode) -> None:
     expect(local.last.usage.prompt_tokens == len(request.prompt), "the prompt's", local.last.usage)
 
 
-async def _prefills_itself(d: Decode) -> None:
+async def _prefills_itself(d: DecodeHand) -> None:
     """NotApplicable for a D that takes requests from a prefill alone."""
     fault = await d.generate(d.request(), local=True).outcome()
     if isinstance(fault, Fault) and fault.reason is Reason.FEATURE:

@@ -13,11 +13,11 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from pd_grpc.conformance.calls import check_fault, if_served, refusal
 from pd_grpc.conformance.case import Broken, NotApplicable, answer_s, expect, expect_equal
+from pd_grpc.conformance.client import ClientLeg
 from pd_grpc.conformance.decode.cases.registry import DECODE_CASES as case
-from pd_grpc.conformance.decode.client import ClientLeg
 from pd_grpc.conformance.decode.pool import fill, wait_in_queue
-from pd_grpc.conformance.decode.prefill import Prefill
-from pd_grpc.conformance.decode.subject import Decode
+from pd_grpc.conformance.decode.prefill import KitPrefill
+from pd_grpc.conformance.decode.subject import DecodeHand
 from pd_grpc.conformance.request import Request
 from pd_grpc.protocol.faults import Reason, read_status
 from pd_grpc.protocol.messages import duration, seconds
@@ -27,7 +27,7 @@ DRAIN_S = 60.0
 
 
 @case(950, "Transfers still in flight.")
-async def the_answer_counts(d: Decode) -> None:
+async def the_answer_counts(d: DecodeHand) -> None:
     """Drain is called with transfers in flight: it answers with how many there are."""
     await _shown(d, "answer")
 
@@ -36,7 +36,7 @@ async def the_answer_counts(d: Decode) -> None:
     951,
     "How long D still finishes what it has, from now on; what is left then fails with DRAINING.",
 )
-async def prefills_are_told(d: Decode) -> None:
+async def prefills_are_told(d: DecodeHand) -> None:
     """Drain is called: a P with a session hears of it, and how long it lasts."""
     await _shown(d, "told")
 
@@ -46,7 +46,7 @@ async def prefills_are_told(d: Decode) -> None:
     "A draining D grants nothing new: Allocates that wait and Allocates and Generates of"
     " transfers that have no grant are refused with UNAVAILABLE, DRAINING.",
 )
-async def what_waits_is_refused(d: Decode) -> None:
+async def what_waits_is_refused(d: DecodeHand) -> None:
     """Drain is called while an Allocate waits for blocks: that is refused."""
     await _shown(d, "waiting")
 
@@ -56,19 +56,19 @@ async def what_waits_is_refused(d: Decode) -> None:
     "Allocates and Generates of transfers that have no grant are refused with UNAVAILABLE,"
     " DRAINING.",
 )
-async def what_is_new_is_refused(d: Decode) -> None:
+async def what_is_new_is_refused(d: DecodeHand) -> None:
     """Allocate of a draining D, with kv_needed and without, is refused."""
     await _shown(d, "allocate")
 
 
 @case(954, "What has a grant goes on until the drain's deadline, and then fails with DRAINING.")
-async def what_is_granted_may_be_asked_again(d: Decode) -> None:
+async def what_is_granted_may_be_asked_again(d: DecodeHand) -> None:
     """Allocate that was granted before the drain is repeated: it gets the same answer."""
     await _shown(d, "again")
 
 
 @case(955, "A draining D grants nothing new")
-async def local_requests_are_refused(d: Decode) -> None:
+async def local_requests_are_refused(d: DecodeHand) -> None:
     """Generate that a draining D would have to prefill itself is refused."""
     await _shown(d, "local")
 
@@ -78,25 +78,25 @@ async def local_requests_are_refused(d: Decode) -> None:
     "Allocates and Generates of transfers that have no grant are refused with UNAVAILABLE,"
     " DRAINING.",
 )
-async def legs_without_a_grant_are_refused(d: Decode) -> None:
+async def legs_without_a_grant_are_refused(d: DecodeHand) -> None:
     """Generate of a hand-over that a draining D has not granted is refused."""
     await _shown(d, "leg")
 
 
 @case(957, "Follows welcome when P comes back to a draining D.")
-async def who_comes_back_is_told(d: Decode) -> None:
+async def who_comes_back_is_told(d: DecodeHand) -> None:
     """P opens a second session with a draining D: it is welcome, and told of the drain."""
     await _shown(d, "back")
 
 
 @case(958, "UNAVAILABLE with DRAINING when D drains and does not know this process yet.")
-async def a_stranger_is_refused(d: Decode) -> None:
+async def a_stranger_is_refused(d: DecodeHand) -> None:
     """P that a draining D has not met is refused."""
     await _shown(d, "stranger")
 
 
 @case(959, "It takes no more and finishes what it has.")
-async def server_info_says_so(d: Decode) -> None:
+async def server_info_says_so(d: DecodeHand) -> None:
     """GetServerInfo of a draining D says that it drains."""
     await _shown(d, "info")
 
@@ -105,24 +105,24 @@ async def server_info_says_so(d: Decode) -> None:
     960,
     "the full name of a service of its own while it takes new requests, and NOT_SERVING otherwise.",
 )
-async def health_says_so(d: Decode) -> None:
+async def health_says_so(d: DecodeHand) -> None:
     """Health of a draining D: the process is up, DecodeService takes nothing new."""
     await _shown(d, "health")
 
 
 @case(961, "What has a grant goes on until the drain's deadline, and then fails with DRAINING.")
-async def what_is_granted_is_finished(d: Decode) -> None:
+async def what_is_granted_is_finished(d: DecodeHand) -> None:
     """A transfer granted before the drain is handed over: its client has the whole answer."""
     await _shown(d, "finished")
 
 
 @case(962, "what is left by then fails with UNAVAILABLE, DRAINING.")
-async def what_is_left_fails(d: Decode) -> None:
+async def what_is_left_fails(d: DecodeHand) -> None:
     """Drain is called again with deadline 0: client and P of what is left hear DRAINING."""
     await _shown(d, "left")
 
 
-async def _shown(d: Decode, look: str) -> None:
+async def _shown(d: DecodeHand, look: str) -> None:
     """What one look at the drain has shown; the first case that asks drains D."""
     subject = d.subject
     if not subject.drained:
@@ -138,7 +138,7 @@ async def _shown(d: Decode, look: str) -> None:
 class _Drain:
     """Transfers that run, are left behind or wait, and what a drain does to each."""
 
-    def __init__(self, d: Decode) -> None:
+    def __init__(self, d: DecodeHand) -> None:
         self._d = d
         self._found = d.subject.drained
 
@@ -184,18 +184,18 @@ class _Drain:
     async def _answer(self, answer: admin_pb2.DrainResponse) -> None:
         expect(answer.transfers >= 2, "at least two transfers in flight", answer)
 
-    async def _told(self, p: Prefill) -> None:
+    async def _told(self, p: KitPrefill) -> None:
         drain = await p.hears("drain", "word of the drain")
         told = 0 < seconds(drain.deadline) <= DRAIN_S
         expect(told, f"a deadline above 0, of at most {DRAIN_S:g} s", drain)
 
-    async def _allocate(self, p: Prefill) -> None:
+    async def _allocate(self, p: KitPrefill) -> None:
         for kv_needed in (True, False):
             request = self._d.request()
             await p.allocate_refused(request, Reason.DRAINING, "Allocate", kv_needed=kv_needed)
 
     async def _again(
-        self, p: Prefill, request: Request, grant: decode_pb2.AllocateResponse
+        self, p: KitPrefill, request: Request, grant: decode_pb2.AllocateResponse
     ) -> None:
         expect_equal(await p.allocate(request), grant, "the grant, as before the drain,")
 
@@ -203,7 +203,7 @@ class _Drain:
         leg = self._d.generate(self._d.request(), local=local)
         await leg.fails(Reason.DRAINING, "Generate of a D that drains")
 
-    async def _back(self, p: Prefill) -> None:
+    async def _back(self, p: KitPrefill) -> None:
         again = await self._d.prefill(p.instance.name, p.instance.epoch)
         await again.hears("drain", "word of the drain after welcome")
 
@@ -223,14 +223,14 @@ class _Drain:
             expect_equal(answer.status, status, f"status of {service!r}")
 
     async def _finished(
-        self, p: Prefill, request: Request, grant: decode_pb2.AllocateResponse, leg: ClientLeg
+        self, p: KitPrefill, request: Request, grant: decode_pb2.AllocateResponse, leg: ClientLeg
     ) -> None:
         wanted = self._d.answer(request)
         await p.first_token(request, grant, wanted[0])
         await p.send_kv(request, grant)
         await leg.answers(wanted)
 
-    async def _left(self, p: Prefill, request: Request, leg: ClientLeg) -> None:
+    async def _left(self, p: KitPrefill, request: Request, leg: ClientLeg) -> None:
         await self._drain(0)
         await leg.fails(Reason.DRAINING, "the drain's deadline is over")
         ended = await p.told_of(request, "the end of what was left")

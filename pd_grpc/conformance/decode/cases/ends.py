@@ -11,7 +11,7 @@ from pd_grpc.conformance.case import NotApplicable, answer_s, expect_equal
 from pd_grpc.conformance.decode import pool
 from pd_grpc.conformance.decode.cases.registry import DECODE_CASES as case
 from pd_grpc.conformance.decode.handover import granted
-from pd_grpc.conformance.decode.subject import Decode
+from pd_grpc.conformance.decode.subject import DecodeHand
 from pd_grpc.protocol.faults import Code, Fault, Reason
 from pd_grpc.protocol.messages import duration
 from pd_grpc.v1 import types_pb2
@@ -35,7 +35,7 @@ ANY_EPOCH = (
     "Unset or OK means given back without a fault: the transfer is RELEASED, and so the client "
     "hears.",
 )
-async def given_back_without_a_fault(d: Decode) -> None:
+async def given_back_without_a_fault(d: DecodeHand) -> None:
     """P gives a grant back without a cause."""
     h = await granted(d)
     expect_equal(await h.p.release(h.request), RELEASED, "the state")
@@ -43,7 +43,7 @@ async def given_back_without_a_fault(d: Decode) -> None:
 
 
 @case(502, CAUSE)
-async def given_back_for_a_fault(d: Decode) -> None:
+async def given_back_for_a_fault(d: DecodeHand) -> None:
     """P's engine failed: D's client hears that."""
     h = await granted(d)
     cause = Fault(Reason.ENGINE_ERROR, "the kit's engine failed")
@@ -52,7 +52,7 @@ async def given_back_for_a_fault(d: Decode) -> None:
 
 
 @case(503, CAUSE)
-async def the_details_of_a_cause(d: Decode) -> None:
+async def the_details_of_a_cause(d: DecodeHand) -> None:
     """P ran out of time while it computed: D's client hears which stage that was."""
     h = await granted(d)
     cause = Fault(Reason.STAGE_DEADLINE, "no time is left", {"stage": "compute"})
@@ -61,7 +61,7 @@ async def the_details_of_a_cause(d: Decode) -> None:
 
 
 @case(504, "A failure carries the code that the status table lets a client see, and its reason.")
-async def a_cause_with_another_code_for_clients(d: Decode) -> None:
+async def a_cause_with_another_code_for_clients(d: DecodeHand) -> None:
     """P met a layout that differs, which clients see as UNAVAILABLE."""
     h = await granted(d)
     await h.p.release(h.request, Fault(Reason.LAYOUT_MISMATCH, "another layout"))
@@ -71,7 +71,7 @@ async def a_cause_with_another_code_for_clients(d: Decode) -> None:
 
 
 @case(505, "A cause that is not the protocol's own reaches the client as PREFILL_LOST.")
-async def a_cause_of_another_kind(d: Decode) -> None:
+async def a_cause_of_another_kind(d: DecodeHand) -> None:
     """P gives back with a status that carries no ErrorInfo."""
     h = await granted(d)
     cause = status_pb2.Status(code=code_pb2.UNKNOWN, message="something else")
@@ -80,7 +80,7 @@ async def a_cause_of_another_kind(d: Decode) -> None:
 
 
 @case(506, f"Idempotent: {RECORDED}")
-async def given_back_again(d: Decode) -> None:
+async def given_back_again(d: DecodeHand) -> None:
     """A transfer that has FAILED is given back again, without a cause, and stays FAILED."""
     h = await granted(d)
     await h.p.release(h.request, Fault(Reason.ENGINE_ERROR, "the kit's engine failed"))
@@ -88,7 +88,7 @@ async def given_back_again(d: Decode) -> None:
 
 
 @case(507, RECORDED)
-async def a_late_first_token(d: Decode) -> None:
+async def a_late_first_token(d: DecodeHand) -> None:
     """A first token that comes after the end is answered by the end."""
     h = await granted(d)
     await h.p.release(h.request)
@@ -96,7 +96,7 @@ async def a_late_first_token(d: Decode) -> None:
 
 
 @case(508, "A late Allocate for it is ABORTED with RELEASED.")
-async def a_late_allocate(d: Decode) -> None:
+async def a_late_allocate(d: DecodeHand) -> None:
     """P asks again for a transfer that it has given back."""
     h = await granted(d)
     await h.p.release(h.request)
@@ -104,7 +104,7 @@ async def a_late_allocate(d: Decode) -> None:
 
 
 @case(509, "For an unknown ref it leaves a tombstone, so that an Allocate it overtook is refused.")
-async def given_back_before_it_was_asked_for(d: Decode) -> None:
+async def given_back_before_it_was_asked_for(d: DecodeHand) -> None:
     """Release comes first and Allocate after it."""
     p = await d.prefill()
     request = d.request()
@@ -113,7 +113,7 @@ async def given_back_before_it_was_asked_for(d: Decode) -> None:
 
 
 @case(510, "the transfer has ended: given back, or by an operator")
-async def given_back_while_it_waits(d: Decode) -> None:
+async def given_back_while_it_waits(d: DecodeHand) -> None:
     """Release ends an Allocate that waits for blocks."""
     p = await d.prefill()
     await pool.fill(d, p)
@@ -124,7 +124,7 @@ async def given_back_while_it_waits(d: Decode) -> None:
 
 
 @case(511, "A transfer that has ended leaves a tombstone for Welcome.tombstone.")
-async def a_tombstone_ends(d: Decode) -> None:
+async def a_tombstone_ends(d: DecodeHand) -> None:
     """Once the announced time is over, the same ref is granted anew."""
     wait = d.times.tombstone
     if not 0 < wait <= d.subject.patience_s / 2:
@@ -137,7 +137,7 @@ async def a_tombstone_ends(d: Decode) -> None:
 
 
 @case(512, "a call of P's for another's transfer is PERMISSION_DENIED with NOT_OWNER.")
-async def given_back_by_another_prefill(d: Decode) -> None:
+async def given_back_by_another_prefill(d: DecodeHand) -> None:
     """Another P gives the transfer back and is refused, which hurts nothing."""
     h = await granted(d)
     other = await d.prefill()
@@ -146,7 +146,7 @@ async def given_back_by_another_prefill(d: Decode) -> None:
 
 
 @case(513, SESSION)
-async def given_back_in_a_superseded_session(d: Decode) -> None:
+async def given_back_in_a_superseded_session(d: DecodeHand) -> None:
     """Release in the name of the session before is refused, and hurts nothing."""
     h = await granted(d)
     before = h.p.welcome.session_id
@@ -157,7 +157,7 @@ async def given_back_in_a_superseded_session(d: Decode) -> None:
 
 
 @case(514, EPOCH)
-async def a_first_token_for_another_process(d: Decode) -> None:
+async def a_first_token_for_another_process(d: DecodeHand) -> None:
     """The first token names an epoch before D's, and is refused with both."""
     h = await granted(d)
     ref = h.request.ref
@@ -168,7 +168,7 @@ async def a_first_token_for_another_process(d: Decode) -> None:
 
 
 @case(515, EPOCH)
-async def given_back_to_another_process(d: Decode) -> None:
+async def given_back_to_another_process(d: DecodeHand) -> None:
     """Release names an epoch before D's, and is refused with both."""
     h = await granted(d)
     ref = h.request.ref
@@ -179,7 +179,7 @@ async def given_back_to_another_process(d: Decode) -> None:
 
 
 @case(516, ANY_EPOCH)
-async def prefills_name_the_process(d: Decode) -> None:
+async def prefills_name_the_process(d: DecodeHand) -> None:
     """First token and Release without an epoch are refused."""
     h = await granted(d)
     ref = h.request.ref
@@ -190,7 +190,7 @@ async def prefills_name_the_process(d: Decode) -> None:
 
 
 @case(517, "No transfer outlives its budget before hand-off: STAGE_DEADLINE.")
-async def the_budget_of_a_grant(d: Decode) -> None:
+async def the_budget_of_a_grant(d: DecodeHand) -> None:
     """The budget ends while D waits for KV: client and P hear of it, and of the stage."""
     h = await granted(d, budget=duration(0.4))
     fault = await h.leg.fails(Reason.STAGE_DEADLINE, "the budget is over", 0.4 + answer_s())
@@ -200,7 +200,7 @@ async def the_budget_of_a_grant(d: Decode) -> None:
 
 
 @case(518, "Ends are final.")
-async def what_comes_after_a_whole_answer(d: Decode) -> None:
+async def what_comes_after_a_whole_answer(d: DecodeHand) -> None:
     """After a whole answer Release and first token say FINISHED, and Allocate is refused."""
     h = await granted(d)
     await h.completes()
@@ -211,7 +211,7 @@ async def what_comes_after_a_whole_answer(d: Decode) -> None:
 
 
 @case(519, "Gives a transfer back, with the cause for D's own client leg.")
-async def blocks_go_back(d: Decode) -> None:
+async def blocks_go_back(d: DecodeHand) -> None:
     """What one transfer gives back is granted at once to one that waits, KV or not."""
     p = await d.prefill()
     h = await granted(d, pool.request_of(d, 2), p=p)

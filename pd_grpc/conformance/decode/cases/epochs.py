@@ -7,8 +7,8 @@ import asyncio
 from pd_grpc.conformance.calls import check_metadata, refusal
 from pd_grpc.conformance.case import expect_equal
 from pd_grpc.conformance.decode.cases.registry import DECODE_CASES as case
-from pd_grpc.conformance.decode.prefill import Prefill
-from pd_grpc.conformance.decode.subject import Decode
+from pd_grpc.conformance.decode.prefill import KitPrefill
+from pd_grpc.conformance.decode.subject import DecodeHand
 from pd_grpc.conformance.request import Request
 from pd_grpc.protocol.faults import Reason
 from pd_grpc.v1 import decode_pb2, types_pb2
@@ -19,7 +19,7 @@ from pd_grpc.v1 import decode_pb2, types_pb2
     "Of two instances of one name the greater epoch supersedes: the smaller is refused with"
     " FAILED_PRECONDITION, STALE_EPOCH",
 )
-async def a_smaller_epoch(d: Decode) -> None:
+async def a_smaller_epoch(d: DecodeHand) -> None:
     """P with a smaller epoch than one that has a session is refused with both epochs."""
     p = await d.prefill()
     name, epoch = p.instance.name, p.instance.epoch
@@ -30,7 +30,7 @@ async def a_smaller_epoch(d: Decode) -> None:
 
 
 @case(151, "with STALE_EPOCH when a newer process of P has been seen")
-async def a_smaller_epoch_once_the_greater_has_left(d: Decode) -> None:
+async def a_smaller_epoch_once_the_greater_has_left(d: DecodeHand) -> None:
     """P with a smaller epoch than one that has said goodbye is refused."""
     p = await d.prefill()
     await p.goodbye()
@@ -44,7 +44,7 @@ async def a_smaller_epoch_once_the_greater_has_left(d: Decode) -> None:
     "A greater epoch of P's name ends the transfers of the smaller that are not handed off, with"
     " PREFILL_LOST.",
 )
-async def a_greater_epoch_ends_transfers(d: Decode) -> None:
+async def a_greater_epoch_ends_transfers(d: DecodeHand) -> None:
     """P comes back as a new process: the client of a grant of the old one hears PREFILL_LOST."""
     p = await d.prefill(beats=False)
     request = d.request()
@@ -55,7 +55,7 @@ async def a_greater_epoch_ends_transfers(d: Decode) -> None:
 
 
 @case(153, "ABORTED with SUPERSEDED when a newer session of this P began")
-async def a_greater_epoch_ends_the_session(d: Decode) -> None:
+async def a_greater_epoch_ends_the_session(d: DecodeHand) -> None:
     """P comes back as a new process: the session of the old one ends."""
     p = await d.prefill(beats=False)
     await d.prefill(p.instance.name, p.instance.epoch + 1)
@@ -63,7 +63,7 @@ async def a_greater_epoch_ends_the_session(d: Decode) -> None:
 
 
 @case(154, "a newer attempt, session or stream took over")
-async def a_second_session_ends_the_first(d: Decode) -> None:
+async def a_second_session_ends_the_first(d: DecodeHand) -> None:
     """P opens a second session: the first one ends, the second goes on."""
     p = await d.prefill()
     first = p.session
@@ -76,7 +76,7 @@ async def a_second_session_ends_the_first(d: Decode) -> None:
     155,
     "A call whose session_id is unknown or superseded is FAILED_PRECONDITION with NO_SESSION.",
 )
-async def calls_in_the_name_of_another_session(d: Decode) -> None:
+async def calls_in_the_name_of_another_session(d: DecodeHand) -> None:
     """Allocate, SendFirstToken and Release with a superseded session_id and with one made up."""
     p = await d.prefill()
     request = d.request()
@@ -98,7 +98,7 @@ async def calls_in_the_name_of_another_session(d: Decode) -> None:
     "FAILED_PRECONDITION with NO_SESSION when session_id is unknown or long superseded (the one"
     " before the newest is still taken, for a stream may cross with a new session)",
 )
-async def a_transfer_that_crosses_with_a_new_session(d: Decode) -> None:
+async def a_transfer_that_crosses_with_a_new_session(d: DecodeHand) -> None:
     """Transfer with the session_id before the newest is taken; one session earlier it is not."""
     p = await d.prefill()
     request = d.request()
@@ -114,7 +114,7 @@ async def a_transfer_that_crosses_with_a_new_session(d: Decode) -> None:
 
 
 @case(157, "The newest session of an epoch owns all its grants and renews them when it begins")
-async def grants_go_over_to_the_new_session(d: Decode) -> None:
+async def grants_go_over_to_the_new_session(d: DecodeHand) -> None:
     """A grant of the first session is used in the name of the second, to the whole answer."""
     p = await d.prefill()
     request = d.request()
@@ -128,7 +128,7 @@ async def grants_go_over_to_the_new_session(d: Decode) -> None:
 
 
 @case(158, "The newest session of an epoch owns all its grants and renews them when it begins")
-async def a_new_session_renews(d: Decode) -> None:
+async def a_new_session_renews(d: DecodeHand) -> None:
     """A grant that no heartbeat lists outlives its lease where a new session has begun in it."""
     p = await d.prefill()
     request = d.request()
@@ -140,7 +140,7 @@ async def a_new_session_renews(d: Decode) -> None:
 
 
 @case(159, "the end of an older one is a no-op.")
-async def the_end_of_the_older_session(d: Decode) -> None:
+async def the_end_of_the_older_session(d: DecodeHand) -> None:
     """The first of two sessions ends, and once grace is over the grants of its P still live."""
     p = await d.prefill()
     request = d.request()
@@ -154,7 +154,7 @@ async def the_end_of_the_older_session(d: Decode) -> None:
 
 
 @case(160, "a call of P's for another's transfer is PERMISSION_DENIED with NOT_OWNER.")
-async def a_transfer_of_another(d: Decode) -> None:
+async def a_transfer_of_another(d: DecodeHand) -> None:
     """Allocate, SendFirstToken and Release of another P's transfer are refused; it is unharmed."""
     p, other = await d.prefill(), await d.prefill()
     request = d.request()
@@ -170,7 +170,9 @@ async def a_transfer_of_another(d: Decode) -> None:
     await leg.answers(wanted)
 
 
-async def _still_granted(p: Prefill, request: Request, grant: decode_pb2.AllocateResponse) -> None:
+async def _still_granted(
+    p: KitPrefill, request: Request, grant: decode_pb2.AllocateResponse
+) -> None:
     """Broken unless the transfer lives: a heartbeat knows its grant, and it can be given back."""
     ack = await p.heartbeat(grant.grant_id)
     expect_equal(list(ack.unknown_grant_ids), [], "unknown_grant_ids")

@@ -7,7 +7,7 @@ from typing import Any
 from pd_grpc.conformance.case import expect, expect_equal
 from pd_grpc.conformance.decode.cases.registry import DECODE_CASES as case
 from pd_grpc.conformance.decode.pool import load_now
-from pd_grpc.conformance.decode.subject import Decode
+from pd_grpc.conformance.decode.subject import DecodeHand
 from pd_grpc.protocol.faults import Fault, Reason
 from pd_grpc.v1 import sampling_pb2
 
@@ -42,7 +42,7 @@ SAMPLING_OFF: dict[str, Any] = {"min_p": 0.0, "repetition_penalty": 1.0, "n": 1}
 
 
 @case(700, "All of it is reserved in v1.")
-async def scope_in_allocate(d: Decode) -> None:
+async def scope_in_allocate(d: DecodeHand) -> None:
     """Allocate with each field of scope in turn is refused by its name; no block is used."""
     p = await d.prefill()
     for field, value in SCOPE.items():
@@ -58,7 +58,7 @@ async def scope_in_allocate(d: Decode) -> None:
     "A request that uses one is refused with UNIMPLEMENTED and reason FEATURE by a server that was"
     " not built for it",
 )
-async def sampling_in_allocate(d: Decode) -> None:
+async def sampling_in_allocate(d: DecodeHand) -> None:
     """Allocate with each reserved field of sampling in turn is refused by the field's name."""
     p = await d.prefill()
     for field in SAMPLING:
@@ -74,7 +74,7 @@ async def sampling_in_allocate(d: Decode) -> None:
     'A field or value that says "reserved" is part of the protocol\'s shape. A request that uses'
     " one is refused with UNIMPLEMENTED and reason FEATURE by a server that was not built for it",
 )
-async def scope_in_generate(d: Decode) -> None:
+async def scope_in_generate(d: DecodeHand) -> None:
     """Generate with each field of scope in turn is refused, with a hand-off and without."""
     for local in (False, True):
         for field, value in SCOPE.items():
@@ -89,7 +89,7 @@ async def scope_in_generate(d: Decode) -> None:
     " was not built for it, and so is one that needs a feature which was not negotiated; neither"
     " is ever ignored.",
 )
-async def sampling_in_generate(d: Decode) -> None:
+async def sampling_in_generate(d: DecodeHand) -> None:
     """Generate with each reserved field of sampling is refused, with a hand-off and without."""
     for local in (False, True):
         for field in SAMPLING:
@@ -98,7 +98,7 @@ async def sampling_in_generate(d: Decode) -> None:
 
 
 @case(704, "An Allocate that needs one which Welcome does not list is refused with FEATURE.")
-async def logprobs_that_were_not_negotiated(d: Decode) -> None:
+async def logprobs_that_were_not_negotiated(d: DecodeHand) -> None:
     """Allocate with logprobs is refused in a session without that feature."""
     p = await d.prefill()
     for wanted in (0, 1):
@@ -110,7 +110,7 @@ async def logprobs_that_were_not_negotiated(d: Decode) -> None:
 
 
 @case(705, "Reserved: answers per request. 0 and 1 mean one; n above 1 is sent as n transfers.")
-async def reserved_fields_that_are_off(d: Decode) -> None:
+async def reserved_fields_that_are_off(d: DecodeHand) -> None:
     """Reserved fields with the values that mean off change nothing: the answer is the same."""
     p = await d.prefill()
     sampling = sampling_pb2.SamplingParams(max_tokens=8, temperature=0, **SAMPLING_OFF)

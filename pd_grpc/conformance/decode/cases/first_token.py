@@ -7,7 +7,7 @@ from pd_grpc.conformance.case import expect, expect_equal, quiet_s
 from pd_grpc.conformance.decode.cases.registry import DECODE_CASES as case
 from pd_grpc.conformance.decode.handover import HandOver, granted
 from pd_grpc.conformance.decode.pool import fill, wait_in_queue
-from pd_grpc.conformance.decode.subject import Decode
+from pd_grpc.conformance.decode.subject import DecodeHand
 from pd_grpc.conformance.request import Request
 from pd_grpc.protocol.faults import Reason
 from pd_grpc.v1 import decode_pb2, sampling_pb2, types_pb2
@@ -22,7 +22,7 @@ NOT_TAKEN = (
 
 
 @case(401, AT_ONCE)
-async def before_the_kv(d: Decode) -> None:
+async def before_the_kv(d: DecodeHand) -> None:
     """The first token comes before the KV and is shown before it, alone."""
     h = await granted(d)
     await h.first_token()
@@ -34,7 +34,7 @@ async def before_the_kv(d: Decode) -> None:
 
 
 @case(402, AT_ONCE)
-async def while_the_kv_comes(d: Decode) -> None:
+async def while_the_kv_comes(d: DecodeHand) -> None:
     """The first token comes between two chunks; no second one is shown before the last chunk."""
     h = await granted(d)
     transfer = await h.receiving()
@@ -50,7 +50,7 @@ async def while_the_kv_comes(d: Decode) -> None:
 
 
 @case(403, "Hand-off is the moment D holds both the verified KV and the first token")
-async def after_the_kv(d: Decode) -> None:
+async def after_the_kv(d: DecodeHand) -> None:
     """The first token comes last; D has it, and the answer is right."""
     h = await granted(d)
     await h.send_kv()
@@ -60,7 +60,7 @@ async def after_the_kv(d: Decode) -> None:
 
 
 @case(404, "Idempotent: the same token again changes nothing and answers the state")
-async def the_same_token_again(d: Decode) -> None:
+async def the_same_token_again(d: DecodeHand) -> None:
     """The first token comes three times and is shown once."""
     h = await granted(d)
     states = {await h.first_token() for _ in range(3)}
@@ -70,7 +70,7 @@ async def the_same_token_again(d: Decode) -> None:
 
 
 @case(405, "ALREADY_EXISTS with DUPLICATE_TRANSFER for another first token than the one D has")
-async def another_token(d: Decode) -> None:
+async def another_token(d: DecodeHand) -> None:
     """Another first token is refused, and the first is unharmed."""
     h = await granted(d)
     await h.first_token()
@@ -82,7 +82,7 @@ async def another_token(d: Decode) -> None:
 
 
 @case(406, "The token, below the vocabulary's size.")
-async def a_token_beyond_the_vocabulary(d: Decode) -> None:
+async def a_token_beyond_the_vocabulary(d: DecodeHand) -> None:
     """A first token that is no token is refused by the field's name and hurts nothing."""
     h = await granted(d)
     beyond = decode_pb2.FirstToken(token_id=d.subject.info.vocab_size)
@@ -92,7 +92,7 @@ async def a_token_beyond_the_vocabulary(d: Decode) -> None:
 
 
 @case(407, "Exactly one in v1; one per sibling when that is built.")
-async def none_or_two_tokens(d: Decode) -> None:
+async def none_or_two_tokens(d: DecodeHand) -> None:
     """A first token without a token, and one with two, are refused by the field's name."""
     h = await granted(d)
     token = decode_pb2.FirstToken(token_id=h.any_token)
@@ -105,7 +105,7 @@ async def none_or_two_tokens(d: Decode) -> None:
 
 
 @case(408, "Reserved: which sibling, from 0.")
-async def another_sibling(d: Decode) -> None:
+async def another_sibling(d: DecodeHand) -> None:
     """The first token of a second sibling is refused by the feature's name."""
     h = await granted(d)
     token = decode_pb2.FirstToken(token_id=h.any_token, sibling=1)
@@ -115,7 +115,7 @@ async def another_sibling(d: Decode) -> None:
 
 
 @case(409, "FAILED_PRECONDITION with WRONG_STATE when it has no grant or another one.")
-async def another_grant(d: Decode) -> None:
+async def another_grant(d: DecodeHand) -> None:
     """A first token that names another grant is refused and hurts nothing."""
     h = await granted(d)
     await h.first_token_refused(Reason.WRONG_STATE, "another grant", grant_id=d.name("g"))
@@ -123,7 +123,7 @@ async def another_grant(d: Decode) -> None:
 
 
 @case(410, "FAILED_PRECONDITION with WRONG_STATE when it has no grant or another one.")
-async def no_grant_yet(d: Decode) -> None:
+async def no_grant_yet(d: DecodeHand) -> None:
     """A first token is refused while the Allocate of its transfer waits for blocks."""
     p = await d.prefill()
     await fill(d, p)
@@ -135,7 +135,7 @@ async def no_grant_yet(d: Decode) -> None:
 
 
 @case(411, "NOT_FOUND with UNKNOWN_TRANSFER when D knows no Allocate of it")
-async def no_allocate_yet(d: Decode) -> None:
+async def no_allocate_yet(d: DecodeHand) -> None:
     """A first token of a transfer that D has not heard of from any P is refused."""
     p = await d.prefill()
     request = d.request()
@@ -145,7 +145,7 @@ async def no_allocate_yet(d: Decode) -> None:
 
 
 @case(412, "a call of P's for another's transfer is PERMISSION_DENIED with NOT_OWNER.")
-async def another_prefill(d: Decode) -> None:
+async def another_prefill(d: DecodeHand) -> None:
     """Another P's first token for the grant is refused and hurts nothing."""
     h = await granted(d)
     other = await d.prefill()
@@ -158,7 +158,7 @@ async def another_prefill(d: Decode) -> None:
     413,
     "A call whose session_id is unknown or superseded is FAILED_PRECONDITION with NO_SESSION.",
 )
-async def a_superseded_session(d: Decode) -> None:
+async def a_superseded_session(d: DecodeHand) -> None:
     """A first token in the name of the session before is refused; in that of the newest taken."""
     h = await granted(d)
     before = h.p.welcome.session_id
@@ -171,7 +171,7 @@ async def a_superseded_session(d: Decode) -> None:
     414,
     "With a finish_reason it ends the transfer from any state, and missing KV is no longer wanted",
 )
-async def the_first_token_is_the_last(d: Decode) -> None:
+async def the_first_token_is_the_last(d: DecodeHand) -> None:
     """A first token that ends the answer completes it without any KV."""
     for reason in (types_pb2.FINISH_REASON_STOP, types_pb2.FINISH_REASON_LENGTH):
         h = await granted(d)
@@ -179,7 +179,7 @@ async def the_first_token_is_the_last(d: Decode) -> None:
 
 
 @case(415, "RELEASED also where the answer was complete before the KV was.")
-async def the_stream_of_a_complete_answer(d: Decode) -> None:
+async def the_stream_of_a_complete_answer(d: DecodeHand) -> None:
     """The first token ends the answer while KV comes in; its stream ends with RELEASED."""
     h = await granted(d)
     transfer = await h.receiving()
@@ -189,7 +189,7 @@ async def the_stream_of_a_complete_answer(d: Decode) -> None:
 
 
 @case(416, "the answer is kept for a client that comes within the tombstone's time.")
-async def the_answer_is_kept(d: Decode) -> None:
+async def the_answer_is_kept(d: DecodeHand) -> None:
     """The first token ended the answer before the client came, who gets it all the same."""
     p = await d.prefill()
     request = d.request()
@@ -201,7 +201,7 @@ async def the_answer_is_kept(d: Decode) -> None:
 
 
 @case(417, "granted at once, without blocks and without Transfer.")
-async def no_kv_needed(d: Decode) -> None:
+async def no_kv_needed(d: DecodeHand) -> None:
     """One token is asked for: the grant costs nothing, even of a full pool, and the token ends
     it."""
     p = await d.prefill()
@@ -213,7 +213,7 @@ async def no_kv_needed(d: Decode) -> None:
 
 
 @case(418, "The first token must then carry its finish_reason.")
-async def no_kv_needed_and_no_finish_reason(d: Decode) -> None:
+async def no_kv_needed_and_no_finish_reason(d: DecodeHand) -> None:
     """Without KV a first token that does not end the answer is refused by the field's name."""
     h = await granted(d, _one_token(d), kv_needed=False)
     fault = await h.first_token_refused(Reason.BAD_REQUEST, "a token that does not end it")
@@ -226,7 +226,7 @@ async def no_kv_needed_and_no_finish_reason(d: Decode) -> None:
     "Once all KV is verified D awaits the first token for Welcome.first_token, then the transfer "
     'fails with STAGE_DEADLINE and the stage "first_token".',
 )
-async def the_first_token_never_comes(d: Decode) -> None:
+async def the_first_token_never_comes(d: DecodeHand) -> None:
     """All KV is there and no first token comes: client and P hear which stage took too long."""
     h = await granted(d)
     await h.send_kv()
@@ -237,7 +237,7 @@ async def the_first_token_never_comes(d: Decode) -> None:
     expect_equal(ended.state, types_pb2.TRANSFER_STATE_FAILED, "state")
 
 
-def _one_token(d: Decode) -> Request:
+def _one_token(d: DecodeHand) -> Request:
     return d.request(sampling=sampling_pb2.SamplingParams(max_tokens=1, temperature=0))
 
 

@@ -9,8 +9,8 @@ from pd_grpc.conformance.calls import Stream
 from pd_grpc.conformance.case import NotApplicable, answer_s, eventually, expect, expect_equal
 from pd_grpc.conformance.decode.cases.registry import DECODE_CASES as case
 from pd_grpc.conformance.decode.pool import fill, free, load_now, queued, request_of
-from pd_grpc.conformance.decode.prefill import Prefill
-from pd_grpc.conformance.decode.subject import Decode
+from pd_grpc.conformance.decode.prefill import KitPrefill
+from pd_grpc.conformance.decode.subject import DecodeHand
 from pd_grpc.protocol.faults import Reason, read_status
 from pd_grpc.v1 import decode_pb2, sampling_pb2, types_pb2
 
@@ -19,7 +19,7 @@ LONG_ANSWER = 500
 
 
 @case(110, "Heartbeats renew the listed grants alone.")
-async def heartbeats_renew_grants(d: Decode) -> None:
+async def heartbeats_renew_grants(d: DecodeHand) -> None:
     """A grant that heartbeats list is alive after its lease; one that they do not list is not."""
     p = await d.prefill()
     kept, dropped = d.request(), d.request()
@@ -36,7 +36,7 @@ async def heartbeats_renew_grants(d: Decode) -> None:
 
 
 @case(111, "D hands it back and draws nothing else from it.")
-async def acks_carry_the_sequence(d: Decode) -> None:
+async def acks_carry_the_sequence(d: DecodeHand) -> None:
     """Heartbeats are acknowledged in order, each with its own sequence, whatever that is."""
     stream = await _welcomed(d.new_prefill())
     sequences = [7, 7, 3, 2**64 - 1, 1]
@@ -51,7 +51,7 @@ async def acks_carry_the_sequence(d: Decode) -> None:
     "Listed grants that D does not know as this P's; P fails their transfers at once, with"
     " LEASE_EXPIRED.",
 )
-async def unknown_grants_are_named(d: Decode) -> None:
+async def unknown_grants_are_named(d: DecodeHand) -> None:
     """Of three grants listed, the ack names the one made up and the one of another P."""
     p, other = await d.prefill(), await d.prefill()
     mine = await p.allocate(d.request())
@@ -62,7 +62,7 @@ async def unknown_grants_are_named(d: Decode) -> None:
 
 
 @case(113, "Only the session's P may touch its transfers")
-async def nobody_renews_for_another(d: Decode) -> None:
+async def nobody_renews_for_another(d: DecodeHand) -> None:
     """A grant that another P lists, and its own does not, ends with its lease."""
     p, other = await d.prefill(), await d.prefill()
     request = d.request()
@@ -75,7 +75,7 @@ async def nobody_renews_for_another(d: Decode) -> None:
 
 
 @case(114, "A grant that was handed off is known while its transfer lives.")
-async def a_grant_handed_off_is_known(d: Decode) -> None:
+async def a_grant_handed_off_is_known(d: DecodeHand) -> None:
     """A heartbeat lists a grant whose transfer is handed off and waits for its client."""
     p = await d.prefill()
     request = d.request()
@@ -91,7 +91,7 @@ async def a_grant_handed_off_is_known(d: Decode) -> None:
     "A lease that ends brings the transfer to EXPIRED: client and P hear LEASE_EXPIRED, and the"
     " blocks go back.",
 )
-async def both_hear_of_a_lease_that_ends(d: Decode) -> None:
+async def both_hear_of_a_lease_that_ends(d: DecodeHand) -> None:
     """Nobody renews a grant: its client and its P are told, and not before the lease is over."""
     p = await d.prefill()
     request = d.request()
@@ -107,7 +107,7 @@ async def both_hear_of_a_lease_that_ends(d: Decode) -> None:
 
 
 @case(116, "D's load, after the ack of a heartbeat before which it has changed.")
-async def load_follows_the_ack(d: Decode) -> None:
+async def load_follows_the_ack(d: DecodeHand) -> None:
     """Blocks are granted and given back; each time the next heartbeat brings the new count."""
     p = await d.prefill()
     total = d.subject.total_blocks
@@ -122,7 +122,7 @@ async def load_follows_the_ack(d: Decode) -> None:
 
 
 @case(117, "Prompt tokens of Allocates that wait.")
-async def load_counts_who_waits(d: Decode) -> None:
+async def load_counts_who_waits(d: DecodeHand) -> None:
     """Two Allocates wait for blocks: the load has their number and the sum of their prompts."""
     p = await d.prefill()
     await fill(d, p)
@@ -140,7 +140,7 @@ async def load_counts_who_waits(d: Decode) -> None:
     118,
     "NOT_FOUND with LEASE_EXPIRED when P sent no heartbeat or read nothing for two heartbeats",
 )
-async def a_silent_session_ends(d: Decode) -> None:
+async def a_silent_session_ends(d: DecodeHand) -> None:
     """P sends no heartbeat: its session lives for more than one period and ends after two."""
     p = d.new_prefill()
     began, period = time.monotonic(), d.times.heartbeat
@@ -152,7 +152,7 @@ async def a_silent_session_ends(d: Decode) -> None:
 
 
 @case(119, "Each side takes a session on which it has heard nothing for two of them for broken.")
-async def a_beating_session_lives(d: Decode) -> None:
+async def a_beating_session_lives(d: DecodeHand) -> None:
     """Heartbeats without grants, one in each period, keep a session beyond two periods."""
     stream = await _welcomed(d.new_prefill())
     for sequence in range(1, 4):
@@ -162,7 +162,7 @@ async def a_beating_session_lives(d: Decode) -> None:
 
 
 @case(129, "Transfers being decoded.")
-async def load_counts_who_decodes(d: Decode) -> None:
+async def load_counts_who_decodes(d: DecodeHand) -> None:
     """A long answer is being decoded: the load counts it, and no more once its client has left."""
     p = await d.prefill()
     room = d.subject.info.max_model_len or d.subject.total_blocks * d.block_size
@@ -183,7 +183,7 @@ async def load_counts_who_decodes(d: Decode) -> None:
     await eventually(lambda: load_now(p), lambda load: not load.decoding_requests, "no transfer")
 
 
-async def _welcomed(p: Prefill) -> Stream:
+async def _welcomed(p: KitPrefill) -> Stream:
     """A session on which nothing more is said, nor read but by the case."""
     stream = p.open_session()
     await stream.send(decode_pb2.SessionRequest(hello=p.hello()))

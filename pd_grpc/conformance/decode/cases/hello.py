@@ -7,7 +7,7 @@ from typing import Any
 from pd_grpc.conformance.calls import check_field
 from pd_grpc.conformance.case import expect, expect_equal
 from pd_grpc.conformance.decode.cases.registry import DECODE_CASES as case
-from pd_grpc.conformance.decode.subject import Decode
+from pd_grpc.conformance.decode.subject import DecodeHand
 from pd_grpc.protocol.faults import Fault, Reason
 from pd_grpc.v1 import layout_pb2, types_pb2
 
@@ -15,21 +15,21 @@ UNKNOWN_TRANSPORT: Any = 99
 
 
 @case(120, "Stable name, such as a pod's: 1 to 128 characters.")
-async def a_name_out_of_bounds(d: Decode) -> None:
+async def a_name_out_of_bounds(d: DecodeHand) -> None:
     """P without a name, and P with one of 129 characters, are refused."""
     for name in ("", "n" * 129):
         await _refused(d, "name", name=name)
 
 
 @case(121, "Stable name, such as a pod's: 1 to 128 characters. It survives a restart.")
-async def a_long_name(d: Decode) -> None:
+async def a_long_name(d: DecodeHand) -> None:
     """P with a name of 128 characters is welcome, whatever script they are of."""
     for letter in "nü":
         await d.prefill(name=d.name("").ljust(128, letter))
 
 
 @case(122, "0 is never minted and is refused.")
-async def epoch_zero(d: Decode) -> None:
+async def epoch_zero(d: DecodeHand) -> None:
     """P with epoch 0 is refused."""
     await _refused(d, "epoch", epoch=0)
 
@@ -37,21 +37,21 @@ async def epoch_zero(d: Decode) -> None:
 @case(
     123, "INVALID_ARGUMENT with BAD_REQUEST for a malformed hello or another role than ROLE_PREFILL"
 )
-async def another_role(d: Decode) -> None:
+async def another_role(d: DecodeHand) -> None:
     """D, a router, and one that says no role are refused."""
     for role in (types_pb2.ROLE_DECODE, types_pb2.ROLE_ROUTER, types_pb2.ROLE_UNSPECIFIED):
         await _refused(d, "role", role=role)
 
 
 @case(124, "Layouts P can send, best first; at least one.")
-async def no_layout(d: Decode) -> None:
+async def no_layout(d: DecodeHand) -> None:
     """P without a layout is refused."""
     fault = await d.new_prefill().refused(Reason.BAD_REQUEST, "no layouts", layouts=[])
     check_field(fault, "layouts")
 
 
 @case(125, "a violation for each field that is wrong, by its path from the message sent")
-async def every_wrong_field_is_named(d: Decode) -> None:
+async def every_wrong_field_is_named(d: DecodeHand) -> None:
     """P with two wrong fields hears of both, each by its path."""
     fault = await _refused(d, "name", name="", epoch=0)
     named = [wrong.field for wrong in fault.fields]
@@ -64,7 +64,7 @@ async def every_wrong_field_is_named(d: Decode) -> None:
     "FAILED_PRECONDITION with LAYOUT_MISMATCH, the field and both values, when layout,"
     " transport, shards or hash algorithm do not fit",
 )
-async def transports_without_inline(d: Decode) -> None:
+async def transports_without_inline(d: DecodeHand) -> None:
     """P that has only a transport that is reserved is refused; P that names none gets INLINE."""
     transports = [layout_pb2.TRANSPORT_NIXL]
     p = d.new_prefill()
@@ -77,7 +77,7 @@ async def transports_without_inline(d: Decode) -> None:
 
 
 @case(127, "An unknown transport among those that Hello offers is one that D cannot choose.")
-async def an_unknown_transport_beside_inline(d: Decode) -> None:
+async def an_unknown_transport_beside_inline(d: DecodeHand) -> None:
     """P that prefers a transport of a later version, and has INLINE too, gets INLINE."""
     p = d.new_prefill()
     welcome = await p.join(transports=[UNKNOWN_TRANSPORT, layout_pb2.TRANSPORT_INLINE])
@@ -85,7 +85,7 @@ async def an_unknown_transport_beside_inline(d: Decode) -> None:
 
 
 @case(128, "Empty means INLINE, and so does unspecified among them.")
-async def an_unspecified_transport(d: Decode) -> None:
+async def an_unspecified_transport(d: DecodeHand) -> None:
     """P that offers a transport without saying which gets INLINE, alone and behind another."""
     unspecified = layout_pb2.TRANSPORT_UNSPECIFIED
     for transports in ([unspecified], [layout_pb2.TRANSPORT_NIXL, unspecified]):
@@ -93,7 +93,7 @@ async def an_unspecified_transport(d: Decode) -> None:
         expect_equal(welcome.transport, layout_pb2.TRANSPORT_INLINE, "transport")
 
 
-async def _refused(d: Decode, field: str, **instance: Any) -> Fault:
+async def _refused(d: DecodeHand, field: str, **instance: Any) -> Fault:
     """The fault of a hello whose instance has these fields instead of the right ones."""
     p = d.new_prefill()
     who = types_pb2.Instance()

@@ -8,7 +8,7 @@ from typing import Any
 from pd_grpc.conformance.calls import check_metadata
 from pd_grpc.conformance.case import expect, expect_equal
 from pd_grpc.conformance.decode.cases.registry import DECODE_CASES as case
-from pd_grpc.conformance.decode.subject import Decode
+from pd_grpc.conformance.decode.subject import DecodeHand
 from pd_grpc.protocol.faults import Fault, Reason
 from pd_grpc.v1 import layout_pb2
 
@@ -17,7 +17,7 @@ UNKNOWN_KIND: Any = 99
 
 
 @case(130, "equal strings mean that equal tokens give equal KV")
-async def another_model(d: Decode) -> None:
+async def another_model(d: DecodeHand) -> None:
     """A layout of another model, or of another position encoding, is refused with both values."""
     for field in ("model", "positions"):
         await _differs(d, lambda layout: layout, field, "kit-another")
@@ -28,7 +28,7 @@ async def another_model(d: Decode) -> None:
     "Two layouts are compared at Hello field by field, with defaults filled in; a difference is"
     " FAILED_PRECONDITION with reason LAYOUT_MISMATCH, the field and both values.",
 )
-async def another_shape(d: Decode) -> None:
+async def another_shape(d: DecodeHand) -> None:
     """A layout with one more token in a block, layer, head or dimension is refused."""
     own = d.subject.info.layout
     plane = own.groups[0].planes[0]
@@ -42,7 +42,7 @@ async def another_shape(d: Decode) -> None:
     132,
     "a difference is FAILED_PRECONDITION with reason LAYOUT_MISMATCH, the field and both values.",
 )
-async def another_element_type(d: Decode) -> None:
+async def another_element_type(d: DecodeHand) -> None:
     """A layout whose second plane has elements of another type is refused."""
     own = d.subject.info.layout.groups[0].planes[-1].dtype
     other = "float32" if own != "float32" else "float16"
@@ -50,7 +50,7 @@ async def another_element_type(d: Decode) -> None:
 
 
 @case(133, "Tensors kept per token, in their order within a layer; at least one.")
-async def other_planes(d: Decode) -> None:
+async def other_planes(d: DecodeHand) -> None:
     """A layout without the second plane, and one with a group more, are refused."""
 
     def without_values(layout: layout_pb2.KvLayout) -> None:
@@ -69,13 +69,13 @@ async def other_planes(d: Decode) -> None:
     "Anything else names an engine's own packing: equal formats travel as they are, unequal"
     " ones only inline and canonically.",
 )
-async def another_packing(d: Decode) -> None:
+async def another_packing(d: DecodeHand) -> None:
     """A layout of an engine's own packing is refused by a D of the canonical format."""
     await _differs(d, lambda layout: layout, "format", "kit-packing")
 
 
 @case(135, "D takes its own layout if it is among them.")
-async def own_layout_behind_another(d: Decode) -> None:
+async def own_layout_behind_another(d: DecodeHand) -> None:
     """D's own layout, listed behind one of another model, is the one chosen."""
     other = _changed(d, lambda layout: setattr(layout, "model", "kit-another"))
     p = d.new_prefill()
@@ -84,7 +84,7 @@ async def own_layout_behind_another(d: Decode) -> None:
 
 
 @case(136, "compared at Hello field by field, with defaults filled in")
-async def defaults_are_filled_in(d: Decode) -> None:
+async def defaults_are_filled_in(d: DecodeHand) -> None:
     """A layout that leaves out what the default says is the same as one that says it."""
     own = d.subject.info.layout
 
@@ -111,7 +111,7 @@ async def defaults_are_filled_in(d: Decode) -> None:
     "UNIMPLEMENTED with FEATURE when the best layout has a group or plane that is not built and"
     " none of the others fits",
 )
-async def a_group_or_plane_not_built(d: Decode) -> None:
+async def a_group_or_plane_not_built(d: DecodeHand) -> None:
     """A layout of a reserved kind of group, or with a reserved kind of plane, needs a feature."""
     for kind in (layout_pb2.KV_GROUP_KIND_SLIDING, layout_pb2.KV_GROUP_KIND_LATENT):
         await _refused(d, Reason.FEATURE, _set(_group, "kind", kind))
@@ -127,7 +127,7 @@ async def a_group_or_plane_not_built(d: Decode) -> None:
     " the value names a way to do the thing (kind of a layout's group or plane, transport of a"
     " Transfer, direction)",
 )
-async def a_kind_of_a_later_version(d: Decode) -> None:
+async def a_kind_of_a_later_version(d: DecodeHand) -> None:
     """A layout with a kind of group or plane that nobody knows yet needs a feature."""
     await _refused(d, Reason.FEATURE, _set(_group, "kind", UNKNOWN_KIND))
     await _refused(d, Reason.FEATURE, _set(_plane, "kind", UNKNOWN_KIND))
@@ -138,7 +138,7 @@ async def a_kind_of_a_later_version(d: Decode) -> None:
     "FAILED_PRECONDITION with LAYOUT_MISMATCH, the field and both values, when layout,"
     " transport, shards or hash algorithm do not fit",
 )
-async def another_hash_algorithm(d: Decode) -> None:
+async def another_hash_algorithm(d: DecodeHand) -> None:
     """P whose block hashes are of another algorithm is refused with both names."""
     p = d.new_prefill()
     fault = await p.refused(Reason.LAYOUT_MISMATCH, "other hashes", hash_algorithm="kit-hash")
@@ -151,7 +151,7 @@ async def another_hash_algorithm(d: Decode) -> None:
     "Empty means one that holds everything, and v1 takes no other: more of them, a rank above 0"
     " or a size above 1 is LAYOUT_MISMATCH.",
 )
-async def more_shards_than_one(d: Decode) -> None:
+async def more_shards_than_one(d: DecodeHand) -> None:
     """P with two shards, and P with one that has a rank or shares a size, is refused."""
     one = layout_pb2.Shard()
     await _shards_refused(d, [one, one], "shards")
@@ -163,7 +163,7 @@ async def more_shards_than_one(d: Decode) -> None:
 
 
 @case(141, "Empty means one that holds everything, and v1 takes no other")
-async def a_shard_of_some_layers(d: Decode) -> None:
+async def a_shard_of_some_layers(d: DecodeHand) -> None:
     """P whose only shard lacks a layer or a head is refused; one that counts them all is not."""
     layers = sum(group.layers for group in d.subject.info.layout.groups)
     heads = d.subject.info.layout.groups[0].planes[0].heads
@@ -177,7 +177,7 @@ async def a_shard_of_some_layers(d: Decode) -> None:
 
 
 @case(142, "of a layout that is the path of the kind, such as layout.groups[0].planes[1].kind")
-async def what_is_not_built_is_named(d: Decode) -> None:
+async def what_is_not_built_is_named(d: DecodeHand) -> None:
     """A layout with a kind of group or plane that is reserved, or of a later version, is refused
     with the kind's path."""
     last = len(d.subject.info.layout.groups[0].planes) - 1
@@ -202,7 +202,7 @@ def _set(where: Callable[[layout_pb2.KvLayout], Any], field: str, value: object)
     return lambda layout: setattr(where(layout), field, value)
 
 
-def _changed(d: Decode, change: Change) -> layout_pb2.KvLayout:
+def _changed(d: DecodeHand, change: Change) -> layout_pb2.KvLayout:
     """D's layout but for a change."""
     layout = layout_pb2.KvLayout()
     layout.CopyFrom(d.subject.info.layout)
@@ -210,14 +210,14 @@ def _changed(d: Decode, change: Change) -> layout_pb2.KvLayout:
     return layout
 
 
-async def _refused(d: Decode, reason: Reason, change: Change) -> Fault:
+async def _refused(d: DecodeHand, reason: Reason, change: Change) -> Fault:
     """The fault of a hello whose only layout is D's but for a change."""
     layout = _changed(d, change)
     return await d.new_prefill().refused(reason, "a layout unlike D's", layouts=[layout])
 
 
 async def _differs(
-    d: Decode, where: Callable[[layout_pb2.KvLayout], Any], field: str, theirs: object
+    d: DecodeHand, where: Callable[[layout_pb2.KvLayout], Any], field: str, theirs: object
 ) -> None:
     """Broken unless a layout that differs in one field is refused with that field and both."""
     ours = getattr(where(d.subject.info.layout), field) or {"format": "canonical"}.get(field, "")
@@ -237,7 +237,7 @@ def _shard(field: str, value: int) -> layout_pb2.Shard:
     return shard
 
 
-async def _shards_refused(d: Decode, shards: list[layout_pb2.Shard], field: str) -> None:
+async def _shards_refused(d: DecodeHand, shards: list[layout_pb2.Shard], field: str) -> None:
     p = d.new_prefill()
     fault = await p.refused(Reason.LAYOUT_MISMATCH, f"shards with {field}", shards=shards)
     expect_equal(_last(fault), field, "metadata 'field', the last of its path,")

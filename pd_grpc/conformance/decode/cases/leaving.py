@@ -7,7 +7,7 @@ from pd_grpc.conformance.case import NotApplicable, expect_equal
 from pd_grpc.conformance.decode import pool
 from pd_grpc.conformance.decode.cases.registry import DECODE_CASES as case
 from pd_grpc.conformance.decode.handover import HandOver, granted, handed_off
-from pd_grpc.conformance.decode.subject import Decode
+from pd_grpc.conformance.decode.subject import DecodeHand
 from pd_grpc.protocol.faults import Code, Reason
 from pd_grpc.protocol.messages import duration
 from pd_grpc.v1 import types_pb2
@@ -21,7 +21,7 @@ DEADLINE_S = 0.8
 
 
 @case(620, GONE)
-async def while_p_is_expected(d: Decode) -> None:
+async def while_p_is_expected(d: DecodeHand) -> None:
     """The client leaves before P has asked; the Allocate that comes late is refused."""
     p = await d.prefill()
     request = d.request()
@@ -33,7 +33,7 @@ async def while_p_is_expected(d: Decode) -> None:
 
 
 @case(621, TOLD)
-async def while_it_waits_for_blocks(d: Decode) -> None:
+async def while_it_waits_for_blocks(d: DecodeHand) -> None:
     """The client leaves while the Allocate waits, which is answered by CLIENT_GONE."""
     p = await d.prefill()
     await pool.fill(d, p)
@@ -47,7 +47,7 @@ async def while_it_waits_for_blocks(d: Decode) -> None:
 
 
 @case(622, TOLD)
-async def while_it_is_reserved(d: Decode) -> None:
+async def while_it_is_reserved(d: DecodeHand) -> None:
     """The client leaves when blocks are granted; P hears of it on its session."""
     h = await granted(d)
     await d.arrived()
@@ -56,7 +56,7 @@ async def while_it_is_reserved(d: Decode) -> None:
 
 
 @case(623, TOLD)
-async def while_the_kv_comes(d: Decode) -> None:
+async def while_the_kv_comes(d: DecodeHand) -> None:
     """The client leaves while KV comes in; P hears of it on its session too."""
     h = await granted(d)
     transfer = await h.receiving()
@@ -67,7 +67,7 @@ async def while_the_kv_comes(d: Decode) -> None:
 
 
 @case(624, TOLD)
-async def while_the_first_token_is_awaited(d: Decode) -> None:
+async def while_the_first_token_is_awaited(d: DecodeHand) -> None:
     """The client leaves when all KV is there and no first token is."""
     h = await granted(d)
     await h.send_kv()
@@ -76,7 +76,7 @@ async def while_the_first_token_is_awaited(d: Decode) -> None:
 
 
 @case(625, "the client's stream holds it.")
-async def while_it_decodes(d: Decode) -> None:
+async def while_it_decodes(d: DecodeHand) -> None:
     """The client leaves in the middle of a long answer, which ends without being finished."""
     request = d.request()
     room = d.subject.total_blocks * d.block_size
@@ -92,7 +92,7 @@ async def while_it_decodes(d: Decode) -> None:
 
 
 @case(630, "Each hop answers 100 ms before its budget ends")
-async def time_is_over_while_p_is_expected(d: Decode) -> None:
+async def time_is_over_while_p_is_expected(d: DecodeHand) -> None:
     """No P ever asks; the client hears of the stage before its own timer fires."""
     leg = d.generate(d.request(), timeout_s=DEADLINE_S)
     fault = await leg.fails(Reason.STAGE_DEADLINE, "the client's time is nearly over")
@@ -100,7 +100,7 @@ async def time_is_over_while_p_is_expected(d: Decode) -> None:
 
 
 @case(631, STAGES)
-async def time_is_over_while_it_waits_for_blocks(d: Decode) -> None:
+async def time_is_over_while_it_waits_for_blocks(d: DecodeHand) -> None:
     """The client's time ends while the Allocate waits: both hear of the stage."""
     p = await d.prefill()
     await pool.fill(d, p)
@@ -114,7 +114,7 @@ async def time_is_over_while_it_waits_for_blocks(d: Decode) -> None:
 
 
 @case(632, "The client's deadline is the request's budget and only shrinks.")
-async def a_client_shortens_the_budget(d: Decode) -> None:
+async def a_client_shortens_the_budget(d: DecodeHand) -> None:
     """P's budget is long, and the client who comes later has little time: both hear of it."""
     p = await d.prefill()
     request = d.request()
@@ -127,7 +127,7 @@ async def a_client_shortens_the_budget(d: Decode) -> None:
 
 
 @case(633, STAGES)
-async def time_is_over_while_the_first_token_is_awaited(d: Decode) -> None:
+async def time_is_over_while_the_first_token_is_awaited(d: DecodeHand) -> None:
     """The client's time ends when all KV is there and no first token is."""
     if d.times.first_token <= DEADLINE_S:
         raise NotApplicable("the first token is not awaited for longer than the client has time")
@@ -141,7 +141,7 @@ async def time_is_over_while_the_first_token_is_awaited(d: Decode) -> None:
 
 
 @case(634, STAGES)
-async def time_is_over_while_the_client_is_awaited(d: Decode) -> None:
+async def time_is_over_while_the_client_is_awaited(d: DecodeHand) -> None:
     """All was handed over and the budget ends; the client who comes too late hears of the stage."""
     if d.times.attach <= DEADLINE_S:
         raise NotApplicable("a client is not awaited for longer than the budget")

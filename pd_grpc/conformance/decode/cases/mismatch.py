@@ -8,7 +8,7 @@ from pd_grpc.conformance.calls import check_fault
 from pd_grpc.conformance.case import expect, expect_equal
 from pd_grpc.conformance.decode.cases.registry import DECODE_CASES as case
 from pd_grpc.conformance.decode.handover import HandOver
-from pd_grpc.conformance.decode.subject import Decode
+from pd_grpc.conformance.decode.subject import DecodeHand
 from pd_grpc.conformance.request import Request
 from pd_grpc.protocol.faults import Code, Fault, Reason
 from pd_grpc.protocol.messages import prompt_digest
@@ -22,26 +22,26 @@ BOTH = (
 
 
 @case(640, BOTH)
-async def another_prompt_and_the_client_first(d: Decode) -> None:
+async def another_prompt_and_the_client_first(d: DecodeHand) -> None:
     """P's digest is that of another prompt, and the client's leg was there first."""
     await _client_first(d, prompt_digest=prompt_digest([1, 2, 3]))
 
 
 @case(641, BOTH)
-async def another_prompt_and_p_first(d: Decode) -> None:
+async def another_prompt_and_p_first(d: DecodeHand) -> None:
     """P's digest is that of another prompt, and its Allocate was there first."""
     await _p_first(d, prompt_digest=prompt_digest([1, 2, 3]))
 
 
 @case(642, BOTH)
-async def another_length(d: Decode) -> None:
+async def another_length(d: DecodeHand) -> None:
     """P's prompt has a token more than the client's."""
     request = d.request()
     await _client_first(d, request, prompt_tokens=len(request.tokens) + 1)
 
 
 @case(643, BOTH)
-async def other_sampling(d: Decode) -> None:
+async def other_sampling(d: DecodeHand) -> None:
     """P has another seed than the client."""
     request = d.request()
     sampling = sampling_pb2.SamplingParams()
@@ -51,14 +51,14 @@ async def other_sampling(d: Decode) -> None:
 
 
 @case(644, BOTH)
-async def another_number_of_tokens(d: Decode) -> None:
+async def another_number_of_tokens(d: DecodeHand) -> None:
     """P says that one token more may be generated than the client asks for."""
     request = d.request()
     await _p_first(d, request, max_new_tokens=request.sampling.max_tokens + 1)
 
 
 @case(645, "compared with the client leg's with defaults filled in")
-async def defaults_are_filled_in(d: Decode) -> None:
+async def defaults_are_filled_in(d: DecodeHand) -> None:
     """What one leg leaves out and the other sets to the default is no difference."""
     p = await d.prefill()
     request = d.request(sampling=sampling_pb2.SamplingParams(max_tokens=4))
@@ -68,14 +68,14 @@ async def defaults_are_filled_in(d: Decode) -> None:
 
 
 @case(646, "except where the refusal was the transfer's own end, as with HANDOFF_MISMATCH.")
-async def a_mismatch_is_the_end(d: Decode) -> None:
+async def a_mismatch_is_the_end(d: DecodeHand) -> None:
     """P asks again, rightly this time, and hears that the transfer has ended."""
     p, request = await _client_first(d, prompt_digest=prompt_digest([1, 2, 3]))
     await p.allocate_refused(request, Reason.RELEASED, "the transfer has ended")
 
 
 async def _client_first(
-    d: Decode, request: Request | None = None, **fields: Any
+    d: DecodeHand, request: Request | None = None, **fields: Any
 ) -> tuple[Any, Request]:
     """P's leg comes second, with these fields: both are refused, and the part is named."""
     p = await d.prefill()
@@ -88,7 +88,7 @@ async def _client_first(
     return p, request
 
 
-async def _p_first(d: Decode, request: Request | None = None, **fields: Any) -> None:
+async def _p_first(d: DecodeHand, request: Request | None = None, **fields: Any) -> None:
     """The client's leg comes second: both are told, and the part is named."""
     p = await d.prefill()
     request = request or d.request()

@@ -8,7 +8,7 @@ from pd_grpc.conformance.calls import check_metadata, refusal
 from pd_grpc.conformance.case import expect_equal
 from pd_grpc.conformance.decode.cases.registry import DECODE_CASES as case
 from pd_grpc.conformance.decode.handover import HandOver, granted
-from pd_grpc.conformance.decode.subject import Decode
+from pd_grpc.conformance.decode.subject import DecodeHand
 from pd_grpc.conformance.request import Request
 from pd_grpc.protocol.faults import Reason
 from pd_grpc.v1 import types_pb2
@@ -23,7 +23,7 @@ FAILED = types_pb2.TRANSFER_STATE_FAILED
 
 
 @case(540, EVERYWHERE)
-async def a_client_brings_a_newer_attempt(d: Decode) -> None:
+async def a_client_brings_a_newer_attempt(d: DecodeHand) -> None:
     """The client of attempt 2 comes while 1 has a grant: 1 ends for both legs, 2 completes."""
     h = await granted(d)
     newer = _attempt(h.request, 2)
@@ -36,7 +36,7 @@ async def a_client_brings_a_newer_attempt(d: Decode) -> None:
 
 
 @case(541, OLDER)
-async def a_client_of_an_older_attempt(d: Decode) -> None:
+async def a_client_of_an_older_attempt(d: DecodeHand) -> None:
     """The client of attempt 1 comes while 2 has a grant, and is refused with both numbers."""
     h = await granted(d, d.request(attempt=2))
     leg = d.generate(_attempt(h.request, 1))
@@ -46,7 +46,7 @@ async def a_client_of_an_older_attempt(d: Decode) -> None:
 
 
 @case(542, OLDER)
-async def a_first_token_of_an_older_attempt(d: Decode) -> None:
+async def a_first_token_of_an_older_attempt(d: DecodeHand) -> None:
     """The first token of attempt 1, which D has not seen, is refused while 2 has a grant."""
     h = await granted(d, d.request(attempt=2))
     ref = _attempt(h.request, 1).ref
@@ -56,7 +56,7 @@ async def a_first_token_of_an_older_attempt(d: Decode) -> None:
 
 
 @case(543, OLDER)
-async def an_older_attempt_is_given_back(d: Decode) -> None:
+async def an_older_attempt_is_given_back(d: DecodeHand) -> None:
     """Release of attempt 1, which D has not seen, is refused while 2 has a grant."""
     h = await granted(d, d.request(attempt=2))
     call = h.p.give_back(_attempt(h.request, 1))
@@ -66,7 +66,7 @@ async def an_older_attempt_is_given_back(d: Decode) -> None:
 
 
 @case(544, RECORDED)
-async def a_late_first_token_of_a_superseded_attempt(d: Decode) -> None:
+async def a_late_first_token_of_a_superseded_attempt(d: DecodeHand) -> None:
     """Attempt 2 has superseded 1, whose first token comes late: 1 is FAILED, 2 completes."""
     old, new = await _superseded(d)
     expect_equal(await old.first_token(old.any_token), FAILED, "the recorded state of attempt 1")
@@ -74,7 +74,7 @@ async def a_late_first_token_of_a_superseded_attempt(d: Decode) -> None:
 
 
 @case(545, f"Idempotent: {RECORDED}")
-async def a_superseded_attempt_is_given_back(d: Decode) -> None:
+async def a_superseded_attempt_is_given_back(d: DecodeHand) -> None:
     """Attempt 2 has superseded 1, which is given back late: 1 is FAILED, 2 completes."""
     old, new = await _superseded(d)
     expect_equal(await old.p.release(old.request), FAILED, "the recorded state of attempt 1")
@@ -82,7 +82,7 @@ async def a_superseded_attempt_is_given_back(d: Decode) -> None:
 
 
 @case(546, "A grant that ends closes its stream with the transfer's own end")
-async def the_stream_of_a_superseded_attempt(d: Decode) -> None:
+async def the_stream_of_a_superseded_attempt(d: DecodeHand) -> None:
     """Attempt 2 is asked for while the KV of 1 comes in, whose stream ends with SUPERSEDED."""
     h = await granted(d)
     transfer = await h.receiving()
@@ -96,7 +96,7 @@ def _attempt(request: Request, attempt: int) -> Request:
     return replace(request, attempt=attempt)
 
 
-async def _superseded(d: Decode) -> tuple[HandOver, HandOver]:
+async def _superseded(d: DecodeHand) -> tuple[HandOver, HandOver]:
     """Attempts 1 and 2 of a transfer, each granted in its turn."""
     old = await granted(d)
     return old, await granted(d, _attempt(old.request, 2), p=old.p)

@@ -8,7 +8,7 @@ from pd_grpc.conformance.calls import check_field, check_metadata
 from pd_grpc.conformance.case import expect
 from pd_grpc.conformance.decode.cases.registry import DECODE_CASES as case
 from pd_grpc.conformance.decode.handover import granted
-from pd_grpc.conformance.decode.subject import Decode
+from pd_grpc.conformance.decode.subject import DecodeHand
 from pd_grpc.conformance.request import replaced
 from pd_grpc.protocol.faults import Fault, Reason
 from pd_grpc.v1 import layout_pb2
@@ -17,7 +17,7 @@ ORDER = "FAILED_PRECONDITION with WRONG_STATE for a chunk or end before opened."
 
 
 @case(330, ORDER)
-async def a_chunk_before_open(d: Decode) -> None:
+async def a_chunk_before_open(d: DecodeHand) -> None:
     """The first message of a stream is a chunk."""
     h = await granted(d)
     transfer = h.p.connect(h.grant)
@@ -27,7 +27,7 @@ async def a_chunk_before_open(d: Decode) -> None:
 
 
 @case(331, ORDER)
-async def an_end_before_open(d: Decode) -> None:
+async def an_end_before_open(d: DecodeHand) -> None:
     """The first message of a stream is end."""
     h = await granted(d)
     transfer = h.p.connect(h.grant)
@@ -37,7 +37,7 @@ async def an_end_before_open(d: Decode) -> None:
 
 
 @case(332, "INVALID_ARGUMENT with BAD_REQUEST when it is malformed")
-async def a_malformed_open(d: Decode) -> None:
+async def a_malformed_open(d: DecodeHand) -> None:
     """Open without an attempt is refused by the field's name, and hurts nothing."""
     fault = await _refused(d, Reason.BAD_REQUEST, ref={"attempt": 0})
     check_field(fault, "attempt")
@@ -47,7 +47,7 @@ async def a_malformed_open(d: Decode) -> None:
     333,
     "FAILED_PRECONDITION with NO_SESSION when session_id is unknown or long superseded",
 )
-async def an_open_without_a_session(d: Decode) -> None:
+async def an_open_without_a_session(d: DecodeHand) -> None:
     """Open with a session that never was is refused, and hurts nothing."""
     await _refused(d, Reason.NO_SESSION, session_id=d.name("s"))
 
@@ -56,7 +56,7 @@ async def an_open_without_a_session(d: Decode) -> None:
     334,
     "the one before the newest is still taken, for a stream may cross with a new session",
 )
-async def an_open_in_the_name_of_the_last_session(d: Decode) -> None:
+async def an_open_in_the_name_of_the_last_session(d: DecodeHand) -> None:
     """P has joined anew, and opens with the session id before."""
     h = await granted(d)
     before = h.p.welcome.session_id
@@ -70,33 +70,33 @@ async def an_open_in_the_name_of_the_last_session(d: Decode) -> None:
 
 
 @case(335, "STALE_EPOCH when the ref means another process of D")
-async def an_open_for_another_process(d: Decode) -> None:
+async def an_open_for_another_process(d: DecodeHand) -> None:
     """Open with the epoch of a D before this one is refused, and hurts nothing."""
     await _refused(d, Reason.STALE_EPOCH, ref={"decode_epoch": d.subject.instance.epoch - 1})
 
 
 @case(336, "PERMISSION_DENIED with NOT_OWNER for the grant of another prefill or transfer")
-async def an_open_by_another_prefill(d: Decode) -> None:
+async def an_open_by_another_prefill(d: DecodeHand) -> None:
     """Another P opens the grant and is refused, which hurts nothing."""
     other = await d.prefill()
     await _refused(d, Reason.NOT_OWNER, session_id=other.welcome.session_id)
 
 
 @case(337, "PERMISSION_DENIED with NOT_OWNER for the grant of another prefill or transfer")
-async def an_open_for_another_transfer(d: Decode) -> None:
+async def an_open_for_another_transfer(d: DecodeHand) -> None:
     """Open names the grant of another transfer of the same P and is refused."""
     await _refused(d, Reason.NOT_OWNER, ref={"transfer_id": d.request().transfer_id})
 
 
 @case(338, "UNIMPLEMENTED with FEATURE for another transport than INLINE")
-async def another_transport(d: Decode) -> None:
+async def another_transport(d: DecodeHand) -> None:
     """Open with a transport that is reserved is refused by name."""
     fault = await _refused(d, Reason.FEATURE, transport=layout_pb2.TRANSPORT_NIXL)
     expect(bool(fault.metadata.get("feature")), "the feature by name", dict(fault.metadata))
 
 
 @case(339, "A size above 1 is refused with FEATURE.")
-async def one_of_several_senders(d: Decode) -> None:
+async def one_of_several_senders(d: DecodeHand) -> None:
     """Open by the first of two tensor-parallel shards is refused by name."""
     fault = await _refused(d, Reason.FEATURE, sender=layout_pb2.Shard(tp_size=2))
     expect(bool(fault.metadata.get("feature")), "the feature by name", dict(fault.metadata))
@@ -107,7 +107,7 @@ async def one_of_several_senders(d: Decode) -> None:
     "So is a rank above 0, and a range that is not all layers and heads; feature is the field's"
     " path.",
 )
-async def a_sender_of_a_part(d: Decode) -> None:
+async def a_sender_of_a_part(d: DecodeHand) -> None:
     """Open by a shard with a rank, or with some layers or heads, is refused by the field's path;
     one that counts everything is not."""
     group = d.subject.info.layout.groups[0]
@@ -130,14 +130,14 @@ async def a_sender_of_a_part(d: Decode) -> None:
 
 
 @case(340, "another's is refused with BAD_REQUEST.")
-async def another_shard(d: Decode) -> None:
+async def another_shard(d: DecodeHand) -> None:
     """Open for a shard that the grant does not list is refused by the field's name."""
     fault = await _refused(d, Reason.BAD_REQUEST, shard_index=99)
     check_field(fault, "shard_index")
 
 
 @case(341, "A grant the shard has not heard of yet is waited for, for Welcome.kv_progress")
-async def a_grant_that_nobody_gave(d: Decode) -> None:
+async def a_grant_that_nobody_gave(d: DecodeHand) -> None:
     """Open with an invented grant is held for kv_progress and then UNKNOWN_TRANSFER."""
     h = await granted(d)
     transfer = await h.p.open(h.request, h.grant, grant_id=d.name("g"))
@@ -147,7 +147,7 @@ async def a_grant_that_nobody_gave(d: Decode) -> None:
     await h.completes()
 
 
-async def _refused(d: Decode, reason: Reason, **fields: Any) -> Fault:
+async def _refused(d: DecodeHand, reason: Reason, **fields: Any) -> Fault:
     """An open with these fields must be refused; the transfer it names is as good as before.
     `ref` holds fields of the ref."""
     h = await granted(d)

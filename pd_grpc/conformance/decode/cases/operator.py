@@ -10,14 +10,14 @@ from pd_grpc.conformance.calls import answer, check_fault
 from pd_grpc.conformance.case import NotApplicable, answer_s, expect_equal, within
 from pd_grpc.conformance.decode.cases.registry import DECODE_CASES as case
 from pd_grpc.conformance.decode.handover import granted
-from pd_grpc.conformance.decode.subject import Decode
+from pd_grpc.conformance.decode.subject import DecodeHand
 from pd_grpc.protocol.faults import Code, Fault, Reason, TransportFault
 from pd_grpc.protocol.rpc import read_error
 from pd_grpc.v1 import admin_pb2, types_pb2
 
 
 @case(520, "Ends a transfer by hand: its client and its peer hear RELEASED.")
-async def released_by_an_operator(d: Decode) -> None:
+async def released_by_an_operator(d: DecodeHand) -> None:
     """An operator ends a transfer that has a grant: client and P hear RELEASED."""
     await _served(d)
     h = await granted(d)
@@ -29,7 +29,7 @@ async def released_by_an_operator(d: Decode) -> None:
 
 
 @case(521, "One that has ended stays as it is.")
-async def an_end_stays_as_it_is(d: Decode) -> None:
+async def an_end_stays_as_it_is(d: DecodeHand) -> None:
     """An operator ends a transfer that has FAILED."""
     await _served(d)
     h = await granted(d)
@@ -39,17 +39,17 @@ async def an_end_stays_as_it_is(d: Decode) -> None:
 
 
 @case(522, "nobody knows the transfer or grant")
-async def nobody_knows_it(d: Decode) -> None:
+async def nobody_knows_it(d: DecodeHand) -> None:
     """An operator ends a transfer that never was."""
     check_fault(await _served(d), Reason.UNKNOWN_TRANSFER, "a transfer that never was")
 
 
-def _release(d: Decode, transfer_id: str) -> Any:
+def _release(d: DecodeHand, transfer_id: str) -> Any:
     request = admin_pb2.ReleaseTransferRequest(transfer_id=transfer_id, reason="the kit says so")
     return d.admin.ReleaseTransfer(request, timeout=answer_s())
 
 
-async def _served(d: Decode) -> Fault | TransportFault | None:
+async def _served(d: DecodeHand) -> Fault | TransportFault | None:
     """What D says of a transfer that never was. NotApplicable for a D without AdminService."""
     try:
         await within(None, _release(d, d.request().transfer_id), "ReleaseTransfer answered")

@@ -31,8 +31,8 @@ from pd_grpc.conformance.decode.pool import (
     request_of,
     wait_in_queue,
 )
-from pd_grpc.conformance.decode.prefill import Prefill
-from pd_grpc.conformance.decode.subject import Decode
+from pd_grpc.conformance.decode.prefill import KitPrefill
+from pd_grpc.conformance.decode.subject import DecodeHand
 from pd_grpc.conformance.request import Request
 from pd_grpc.protocol.faults import Fault, Reason, TransportFault
 from pd_grpc.protocol.messages import duration
@@ -53,7 +53,7 @@ MOST_ASKED = 4096
 
 
 @case(240, "How long to wait for blocks; 0 or unset means not at all.")
-async def no_wait(d: Decode) -> None:
+async def no_wait(d: DecodeHand) -> None:
     """The pool is full: an Allocate with max_wait 0, and one without, is refused at once."""
     p = await d.prefill()
     await fill(d, p)
@@ -62,7 +62,7 @@ async def no_wait(d: Decode) -> None:
 
 
 @case(241, "NO_BLOCKS, and QUEUE_FULL of D, come with RetryInfo and QuotaFailure.")
-async def no_blocks_has_details(d: Decode) -> None:
+async def no_blocks_has_details(d: DecodeHand) -> None:
     """The refusal of an Allocate that does not wait says when to try again, and what is short."""
     p = await d.prefill()
     await fill(d, p)
@@ -70,7 +70,7 @@ async def no_blocks_has_details(d: Decode) -> None:
 
 
 @case(242, "RESOURCE_EXHAUSTED with NO_BLOCKS after max_wait")
-async def the_wait_is_over(d: Decode) -> None:
+async def the_wait_is_over(d: DecodeHand) -> None:
     """The pool stays full: an Allocate is refused after its max_wait and not before."""
     p = await d.prefill()
     await fill(d, p)
@@ -87,7 +87,7 @@ async def the_wait_is_over(d: Decode) -> None:
     "RESOURCE_EXHAUSTED with NO_BLOCKS after max_wait, which D cuts to 100 ms before the call's"
     " own deadline",
 )
-async def the_call_ends_before_the_wait(d: Decode) -> None:
+async def the_call_ends_before_the_wait(d: DecodeHand) -> None:
     """The call's own deadline is before the end of max_wait: NO_BLOCKS comes before it."""
     p = await d.prefill()
     await fill(d, p)
@@ -104,7 +104,7 @@ async def the_call_ends_before_the_wait(d: Decode) -> None:
 
 
 @case(244, "Waits up to max_wait, first in and first out")
-async def first_in_first_out(d: Decode) -> None:
+async def first_in_first_out(d: DecodeHand) -> None:
     """Three wait for two blocks each; as two come back, and two again, they are served in order."""
     p = await d.prefill()
     holders = (await fill(d, p, 2, 2, 2))[:3]
@@ -123,7 +123,7 @@ async def first_in_first_out(d: Decode) -> None:
     "while the request at the head waits for blocks no later one overtakes it, so that a large"
     " one is not starved.",
 )
-async def a_small_one_behind_a_large_one(d: Decode) -> None:
+async def a_small_one_behind_a_large_one(d: DecodeHand) -> None:
     """A large Allocate waits, a small one behind it that would fit: neither is granted."""
     p = await d.prefill()
     small_holder, large_holder = (await fill(d, p, 1, 3))[:2]
@@ -144,7 +144,7 @@ async def a_small_one_behind_a_large_one(d: Decode) -> None:
     "while the request at the head waits for blocks no later one overtakes it, so that a large"
     " one is not starved.",
 )
-async def a_newcomer_that_would_fit(d: Decode) -> None:
+async def a_newcomer_that_would_fit(d: DecodeHand) -> None:
     """A large Allocate waits while a block is free: one that asks for a block now is refused."""
     p = await d.prefill()
     await fill(d, p, leave=1)
@@ -156,7 +156,7 @@ async def a_newcomer_that_would_fit(d: Decode) -> None:
 
 
 @case(247, "repeated calls wait together, each for its own max_wait.")
-async def repeated_calls_wait_together(d: Decode) -> None:
+async def repeated_calls_wait_together(d: DecodeHand) -> None:
     """Three calls for one ref wait; the one that waits for less is refused, the others granted."""
     p = await d.prefill()
     holders = await fill(d, p)
@@ -173,7 +173,7 @@ async def repeated_calls_wait_together(d: Decode) -> None:
 
 
 @case(248, "The queue is left at once when the last of them is cancelled or ends.")
-async def one_of_two_callers_leaves(d: Decode) -> None:
+async def one_of_two_callers_leaves(d: DecodeHand) -> None:
     """Two calls for one ref wait, the first is cancelled: the other is granted."""
     p = await d.prefill()
     holders = await fill(d, p)
@@ -189,7 +189,7 @@ async def one_of_two_callers_leaves(d: Decode) -> None:
 
 
 @case(249, "The queue is left at once when the last of them is cancelled or ends.")
-async def every_caller_leaves(d: Decode) -> None:
+async def every_caller_leaves(d: DecodeHand) -> None:
     """All calls for a ref are cancelled: nothing waits, and the ref may be asked for again."""
     p = await d.prefill()
     holders = await fill(d, p)
@@ -207,7 +207,7 @@ async def every_caller_leaves(d: Decode) -> None:
     "An Allocate that was refused, or that nobody waits for any more, has granted nothing: it"
     " leaves no tombstone and P may ask again with the same ref",
 )
-async def asking_again_after_a_refusal(d: Decode) -> None:
+async def asking_again_after_a_refusal(d: DecodeHand) -> None:
     """An Allocate finds no blocks while its client waits; asked again, it has its answer."""
     p = await d.prefill()
     holders = await fill(d, p)
@@ -223,7 +223,7 @@ async def asking_again_after_a_refusal(d: Decode) -> None:
 
 
 @case(251, 'DEADLINE_EXCEEDED with STAGE_DEADLINE and the stage "allocate" when the budget is over')
-async def the_budget_is_over(d: Decode) -> None:
+async def the_budget_is_over(d: DecodeHand) -> None:
     """An Allocate waits for longer than its budget: it is refused when that is over."""
     p = await d.prefill()
     await fill(d, p)
@@ -234,7 +234,7 @@ async def the_budget_is_over(d: Decode) -> None:
 
 
 @case(252, "A repeated call only shortens it.")
-async def a_budget_is_not_lengthened(d: Decode) -> None:
+async def a_budget_is_not_lengthened(d: DecodeHand) -> None:
     """An Allocate that waits is repeated with a greater budget: both end with the first one."""
     p = await d.prefill()
     await fill(d, p)
@@ -246,7 +246,7 @@ async def a_budget_is_not_lengthened(d: Decode) -> None:
 
 
 @case(253, "with QUEUE_FULL at once")
-async def the_queue_is_full(d: Decode) -> None:
+async def the_queue_is_full(d: DecodeHand) -> None:
     """Allocates are sent until one is refused, with all details, while the others wait on."""
     p = await d.prefill()
     await fill(d, p)
@@ -270,7 +270,7 @@ async def the_queue_is_full(d: Decode) -> None:
 
 
 @case(254, "Counts from the grant, however late the answer.")
-async def a_grant_that_was_waited_for(d: Decode) -> None:
+async def a_grant_that_was_waited_for(d: DecodeHand) -> None:
     """An Allocate waits for most of a lease: its grant then has a whole one."""
     p = await d.prefill()
     holders = await fill(d, p)
@@ -285,7 +285,7 @@ async def a_grant_that_was_waited_for(d: Decode) -> None:
     expect_equal(list(ack.unknown_grant_ids), [], "unknown_grant_ids")
 
 
-async def _release(p: Prefill, holders: list[Request]) -> None:
+async def _release(p: KitPrefill, holders: list[Request]) -> None:
     for holder in holders:
         await p.release(holder)
 

@@ -3,6 +3,6 @@
 from __future__ import annotations
 
 from pd_grpc.conformance.case import Cases
-from pd_grpc.conformance.decode.subject import Decode
+from pd_grpc.conformance.decode.subject import DecodeHand
 
-DECODE_CASES: Cases[Decode] = Cases("D")
+DECODE_CASES: Cases[DecodeHand] = Cases("D")

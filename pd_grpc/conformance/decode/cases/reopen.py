@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from pd_grpc.conformance.case import answer_s, expect_equal, quiet_s
 from pd_grpc.conformance.decode.cases.registry import DECODE_CASES as case
 from pd_grpc.conformance.decode.handover import HandOver, granted
-from pd_grpc.conformance.decode.subject import Decode
+from pd_grpc.conformance.decode.subject import DecodeHand
 from pd_grpc.conformance.decode.transfer import Transfer
 from pd_grpc.protocol.faults import Reason
 from pd_grpc.protocol.messages import duration
@@ -21,7 +21,7 @@ CLOSED = "A grant that ends closes its stream with the transfer's own end"
 
 
 @case(350, REOPENED)
-async def a_half_close_can_be_reopened(d: Decode) -> None:
+async def a_half_close_can_be_reopened(d: DecodeHand) -> None:
     """A stream is half-closed in the middle; another one sends the rest."""
     h, transfer, rest = await _half_sent(d)
     await transfer.stream.half_close()
@@ -32,7 +32,7 @@ async def a_half_close_can_be_reopened(d: Decode) -> None:
 
 
 @case(351, "a killed peer, a cancel and a half-close look the same to a reader")
-async def a_cancelled_stream_can_be_reopened(d: Decode) -> None:
+async def a_cancelled_stream_can_be_reopened(d: DecodeHand) -> None:
     """A stream is cancelled and its connection closed; another one sends the rest."""
     h, transfer, rest = await _half_sent(d)
     await transfer.leave()
@@ -42,7 +42,7 @@ async def a_cancelled_stream_can_be_reopened(d: Decode) -> None:
 
 
 @case(352, "P need not send it again.")
-async def opened_lists_what_was_acknowledged(d: Decode) -> None:
+async def opened_lists_what_was_acknowledged(d: DecodeHand) -> None:
     """The ranges of opened on a second stream are those acknowledged on the first, no others."""
     h, transfer, rest = await _half_sent(d)
     sent = _cells(h.kv()[: -len(rest)])
@@ -57,7 +57,7 @@ async def opened_lists_what_was_acknowledged(d: Decode) -> None:
 
 
 @case(353, "Only end completes a stream")
-async def everything_came_but_no_end(d: Decode) -> None:
+async def everything_came_but_no_end(d: DecodeHand) -> None:
     """D has all KV and the first token; without end it decodes nothing."""
     h = await granted(d)
     await h.first_token()
@@ -72,7 +72,7 @@ async def everything_came_but_no_end(d: Decode) -> None:
 
 
 @case(354, "0 when an earlier stream had sent everything.")
-async def nothing_is_left_to_send(d: Decode) -> None:
+async def nothing_is_left_to_send(d: DecodeHand) -> None:
     """The first stream sent everything but end; the second ends with sums of 0."""
     h = await granted(d)
     transfer = await h.receiving()
@@ -84,7 +84,7 @@ async def nothing_is_left_to_send(d: Decode) -> None:
 
 
 @case(355, "ABORTED with SUPERSEDED ends a stream whose grant a newer stream has taken over")
-async def a_newer_stream_takes_over(d: Decode) -> None:
+async def a_newer_stream_takes_over(d: DecodeHand) -> None:
     """A second stream is opened beside the first, which ends; the second completes."""
     h, transfer, rest = await _half_sent(d)
     newer = await h.receiving()
@@ -95,7 +95,7 @@ async def a_newer_stream_takes_over(d: Decode) -> None:
 
 
 @case(356, CLOSED)
-async def released(d: Decode) -> None:
+async def released(d: DecodeHand) -> None:
     """P gives the transfer back while its stream is open."""
     h, transfer, _ = await _half_sent(d)
     await h.p.release(h.request)
@@ -103,7 +103,7 @@ async def released(d: Decode) -> None:
 
 
 @case(357, CLOSED)
-async def prefill_lost(d: Decode) -> None:
+async def prefill_lost(d: DecodeHand) -> None:
     """P says goodbye while its stream is open."""
     h, transfer, _ = await _half_sent(d)
     await h.p.goodbye()
@@ -112,7 +112,7 @@ async def prefill_lost(d: Decode) -> None:
 
 
 @case(358, CLOSED)
-async def budget_over(d: Decode) -> None:
+async def budget_over(d: DecodeHand) -> None:
     """The budget ends while the stream is open."""
     h = await granted(d, budget=duration(0.4))
     limit = 0.4 + answer_s()
@@ -123,14 +123,14 @@ async def budget_over(d: Decode) -> None:
 
 
 @case(359, CLOSED)
-async def client_gone(d: Decode) -> None:
+async def client_gone(d: DecodeHand) -> None:
     """The client leaves while the stream is open."""
     h, transfer, _ = await _half_sent(d)
     await h.leg.leave()
     await transfer.refused(Reason.CLIENT_GONE, "the client left")
 
 
-async def _half_sent(d: Decode) -> tuple[HandOver, Transfer, list[transfer_pb2.KvChunk]]:
+async def _half_sent(d: DecodeHand) -> tuple[HandOver, Transfer, list[transfer_pb2.KvChunk]]:
     """A stream that has brought half of its chunks, and the other half."""
     h = await granted(d)
     transfer = await h.receiving()

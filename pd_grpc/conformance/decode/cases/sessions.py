@@ -7,7 +7,7 @@ import grpc.aio
 from pd_grpc.conformance.calls import Stream, check_metadata
 from pd_grpc.conformance.case import answer_s, expect, expect_equal, within
 from pd_grpc.conformance.decode.cases.registry import DECODE_CASES as case
-from pd_grpc.conformance.decode.subject import Decode
+from pd_grpc.conformance.decode.subject import DecodeHand
 from pd_grpc.protocol.faults import Code, Reason, TransportFault
 from pd_grpc.protocol.messages import seconds
 from pd_grpc.v1 import decode_pb2, transfer_pb2_grpc, types_pb2
@@ -16,7 +16,7 @@ UNHEARD_OF = "kit-has-this-alone"
 
 
 @case(101, "P sends hello first and D answers welcome.")
-async def welcome_answers_hello(d: Decode) -> None:
+async def welcome_answers_hello(d: DecodeHand) -> None:
     """Hello with D's own layout is answered by a complete welcome."""
     p = await d.prefill()
     welcome = p.welcome
@@ -26,7 +26,7 @@ async def welcome_answers_hello(d: Decode) -> None:
 
 
 @case(102, "FAILED_PRECONDITION with WRONG_STATE for a message out of order")
-async def heartbeat_before_hello(d: Decode) -> None:
+async def heartbeat_before_hello(d: DecodeHand) -> None:
     """A heartbeat as the first message is refused."""
     stream = d.new_prefill().open_session()
     await stream.offer(decode_pb2.SessionRequest(heartbeat=decode_pb2.Heartbeat(sequence=1)))
@@ -34,7 +34,7 @@ async def heartbeat_before_hello(d: Decode) -> None:
 
 
 @case(103, "First message, exactly once.")
-async def hello_twice(d: Decode) -> None:
+async def hello_twice(d: DecodeHand) -> None:
     """A second hello on a session is refused."""
     p = await d.prefill(beats=False)
     await p.session.offer(decode_pb2.SessionRequest(hello=p.hello()))
@@ -42,7 +42,7 @@ async def hello_twice(d: Decode) -> None:
 
 
 @case(104, "Minted by D, never empty; every call of P's carries it.")
-async def session_ids_differ(d: Decode) -> None:
+async def session_ids_differ(d: DecodeHand) -> None:
     """Sessions of two Ps, and a second session of one of them, have ids of their own."""
     p, other = await d.prefill(), await d.prefill()
     ids = [p.welcome.session_id, other.welcome.session_id]
@@ -51,7 +51,7 @@ async def session_ids_differ(d: Decode) -> None:
 
 
 @case(105, "Life of a grant after it was last renewed; above 0.")
-async def welcome_says_who_and_how_long(d: Decode) -> None:
+async def welcome_says_who_and_how_long(d: DecodeHand) -> None:
     """Welcome names D as an instance and announces the lease."""
     welcome = (await d.prefill()).welcome
     who = welcome.instance
@@ -64,7 +64,7 @@ async def welcome_says_who_and_how_long(d: Decode) -> None:
 
 
 @case(106, "D's shards, at least one; each serves TransferService at its own endpoint.")
-async def every_shard_serves_transfers(d: Decode) -> None:
+async def every_shard_serves_transfers(d: DecodeHand) -> None:
     """Each endpoint in welcome takes a connection and knows the method Transfer."""
     for shard in (await d.prefill()).welcome.shards:
         async with grpc.aio.insecure_channel(shard.endpoint) as channel:
@@ -78,7 +78,7 @@ async def every_shard_serves_transfers(d: Decode) -> None:
 
 
 @case(107, "Names that D does not know are left out of Welcome.")
-async def features_of_both_alone(d: Decode) -> None:
+async def features_of_both_alone(d: DecodeHand) -> None:
     """Welcome lists the features that P named and D has: not P's own, and none unasked."""
     p = await d.prefill()
     expect_equal(list(p.welcome.features), [], "features, of a P that named none,")
@@ -88,7 +88,7 @@ async def features_of_both_alone(d: Decode) -> None:
 
 
 @case(108, "Name of the D that P means; another D refuses with WRONG_INSTANCE.")
-async def another_instance_meant(d: Decode) -> None:
+async def another_instance_meant(d: DecodeHand) -> None:
     """Hello that means a D of another name is refused with both names."""
     p = d.new_prefill()
     fault = await p.refused(Reason.WRONG_INSTANCE, "another D meant", decode_name=UNHEARD_OF)
@@ -96,7 +96,7 @@ async def another_instance_meant(d: Decode) -> None:
 
 
 @case(109, "Name of the D that P means; another D refuses with WRONG_INSTANCE. Empty means any.")
-async def this_instance_meant(d: Decode) -> None:
+async def this_instance_meant(d: DecodeHand) -> None:
     """Hello that names this D is welcome."""
     p = d.new_prefill()
     welcome = await p.join(decode_name=d.subject.instance.name)

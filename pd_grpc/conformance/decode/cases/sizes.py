@@ -7,7 +7,7 @@ import grpc
 from pd_grpc.conformance.case import answer_s, broken, expect, expect_equal, within
 from pd_grpc.conformance.decode.cases.registry import DECODE_CASES as case
 from pd_grpc.conformance.decode.handover import granted
-from pd_grpc.conformance.decode.subject import Decode
+from pd_grpc.conformance.decode.subject import DecodeHand
 from pd_grpc.protocol.faults import Code, Fault, Reason
 from pd_grpc.protocol.messages import duration
 from pd_grpc.protocol.rpc import read_error
@@ -25,7 +25,7 @@ LONG_TIMES_S = (3e9, 315_576_000_000)
     "gRPC itself refuses a larger one, with RESOURCE_EXHAUSTED and no ErrorInfo: that is never "
     "about blocks.",
 )
-async def a_message_too_large(d: Decode) -> None:
+async def a_message_too_large(d: DecodeHand) -> None:
     """An Allocate of 17 MiB is refused by the transport, and the next hand-over completes."""
     p = await d.prefill()
     call = p.ask(d.request(), prompt_digest=bytes(17 * MIB))
@@ -42,7 +42,7 @@ async def a_message_too_large(d: Decode) -> None:
 
 
 @case(821, "each below the vocabulary's size; packed, up to a million.")
-async def a_prompt_of_a_million_tokens(d: Decode) -> None:
+async def a_prompt_of_a_million_tokens(d: DecodeHand) -> None:
     """A prompt of a million ids is judged by its length in tokens, not in bytes."""
     ids = d.request().prompt
     whole = inference_pb2.TokenIds(ids=(ids * (LONG_PROMPT // len(ids) + 1))[:LONG_PROMPT])
@@ -55,7 +55,7 @@ async def a_prompt_of_a_million_tokens(d: Decode) -> None:
 
 
 @case(822, "Listed grants that D does not know as this P's")
-async def a_heartbeat_of_many_grants(d: Decode) -> None:
+async def a_heartbeat_of_many_grants(d: DecodeHand) -> None:
     """A heartbeat lists ten thousand grants that are none; its ack names every one."""
     p = await d.prefill(beats=False)
     grants = [f"kit-none-{n}" for n in range(MANY_GRANTS)]
@@ -64,7 +64,7 @@ async def a_heartbeat_of_many_grants(d: Decode) -> None:
 
 
 @case(823, "1 to 128 characters of [A-Za-z0-9._:-]")
-async def the_longest_transfer_id(d: Decode) -> None:
+async def the_longest_transfer_id(d: DecodeHand) -> None:
     """A transfer_id of 128 characters goes through the whole hand-over."""
     request = d.request()
     request.transfer_id = request.transfer_id.ljust(128, ":")
@@ -72,7 +72,7 @@ async def the_longest_transfer_id(d: Decode) -> None:
 
 
 @case(824, "Durations cross the wire, never points in time")
-async def the_longest_times(d: Decode) -> None:
+async def the_longest_times(d: DecodeHand) -> None:
     """Budgets and waits of a hundred and of ten thousand years are as good as any."""
     for seconds in LONG_TIMES_S:
         h = await granted(d, max_wait=duration(seconds), budget=duration(seconds))

@@ -9,7 +9,7 @@ from pd_grpc.conformance.calls import check_fault
 from pd_grpc.conformance.case import NotApplicable, expect, expect_equal
 from pd_grpc.conformance.decode.cases.registry import DECODE_CASES as case
 from pd_grpc.conformance.decode.handover import HandOver, granted
-from pd_grpc.conformance.decode.subject import Decode
+from pd_grpc.conformance.decode.subject import DecodeHand
 from pd_grpc.conformance.kv import chunk
 from pd_grpc.protocol.faults import Code, Fault, Reason
 from pd_grpc.v1 import layout_pb2, transfer_pb2, types_pb2
@@ -22,7 +22,7 @@ ENDS_EARLY = "an end whose sums are wrong or that comes before every wanted rang
 
 
 @case(301, "P sends open, waits for opened, then sends any number of chunks in any order, and end")
-async def chunks_come_in_any_order(d: Decode) -> None:
+async def chunks_come_in_any_order(d: DecodeHand) -> None:
     """The last layer's last block is sent first, one block to a chunk; the answer is right."""
     h = await granted(d)
     transfer = await h.receiving()
@@ -34,7 +34,7 @@ async def chunks_come_in_any_order(d: Decode) -> None:
 
 
 @case(302, "What it has verified already; empty on a first stream.")
-async def a_first_stream_has_nothing_verified(d: Decode) -> None:
+async def a_first_stream_has_nothing_verified(d: DecodeHand) -> None:
     """The first stream of a grant is opened with no verified range."""
     h = await granted(d)
     opened = await (await h.p.open(h.request, h.grant)).opened()
@@ -43,7 +43,7 @@ async def a_first_stream_has_nothing_verified(d: Decode) -> None:
 
 
 @case(303, "The ranges, one per accepted chunk since the last ack.")
-async def acks_name_what_was_sent(d: Decode) -> None:
+async def acks_name_what_was_sent(d: DecodeHand) -> None:
     """Every chunk is acknowledged by its own range, and accepted_bytes adds up."""
     h = await granted(d)
     transfer = await h.receiving()
@@ -58,7 +58,7 @@ async def acks_name_what_was_sent(d: Decode) -> None:
 
 
 @case(304, "One chunk may always be under way, however large")
-async def a_chunk_larger_than_the_window(d: Decode) -> None:
+async def a_chunk_larger_than_the_window(d: DecodeHand) -> None:
     """All KV comes in one chunk that is larger than the window."""
     h = await granted(d, d.request(3 * d.block_size))
     transfer = await h.p.open(h.request, h.grant)
@@ -73,7 +73,7 @@ async def a_chunk_larger_than_the_window(d: Decode) -> None:
 
 
 @case(305, "layer, then plane, then head, then token, then dimension")
-async def several_layers_to_a_chunk(d: Decode) -> None:
+async def several_layers_to_a_chunk(d: DecodeHand) -> None:
     """Chunks carry several layers of several blocks; the answer is right."""
     h = await granted(d, d.request(3 * d.block_size + 1))
     transfer = await h.receiving()
@@ -89,7 +89,7 @@ async def several_layers_to_a_chunk(d: Decode) -> None:
 
 
 @case(306, "D acknowledges a range only when it is written and verified.")
-async def a_corrupt_chunk_is_never_acknowledged(d: Decode) -> None:
+async def a_corrupt_chunk_is_never_acknowledged(d: DecodeHand) -> None:
     """A chunk with one bit turned gets no ack, and ends stream and transfer."""
 
     def turn_a_bit(piece: transfer_pb2.KvChunk) -> None:
@@ -100,7 +100,7 @@ async def a_corrupt_chunk_is_never_acknowledged(d: Decode) -> None:
 
 
 @case(307, "0 is a checksum like any other: it is always compared.")
-async def a_checksum_of_zero_is_compared(d: Decode) -> None:
+async def a_checksum_of_zero_is_compared(d: DecodeHand) -> None:
     """A chunk whose checksum is left 0 is corrupt."""
 
     def leave_out(piece: transfer_pb2.KvChunk) -> None:
@@ -110,7 +110,7 @@ async def a_checksum_of_zero_is_compared(d: Decode) -> None:
 
 
 @case(308, BOUNDS)
-async def layers_beyond_the_group(d: Decode) -> None:
+async def layers_beyond_the_group(d: DecodeHand) -> None:
     """A chunk of the layer after the last is refused."""
 
     def beyond(piece: transfer_pb2.KvChunk) -> None:
@@ -120,7 +120,7 @@ async def layers_beyond_the_group(d: Decode) -> None:
 
 
 @case(309, "First logical block; must lie within the ranges D wanted.")
-async def blocks_beyond_those_wanted(d: Decode) -> None:
+async def blocks_beyond_those_wanted(d: DecodeHand) -> None:
     """A chunk of the block after the last is refused."""
 
     def beyond(piece: transfer_pb2.KvChunk) -> None:
@@ -130,7 +130,7 @@ async def blocks_beyond_those_wanted(d: Decode) -> None:
 
 
 @case(310, "Index into KvLayout.groups, from 0.")
-async def a_group_that_is_none(d: Decode) -> None:
+async def a_group_that_is_none(d: DecodeHand) -> None:
     """A chunk of the group after the last is refused."""
 
     def beyond(piece: transfer_pb2.KvChunk) -> None:
@@ -140,7 +140,7 @@ async def a_group_that_is_none(d: Decode) -> None:
 
 
 @case(311, "Layers, at least 1.")
-async def no_layers(d: Decode) -> None:
+async def no_layers(d: DecodeHand) -> None:
     """A chunk of no layers and no bytes is refused."""
 
     def empty(piece: transfer_pb2.KvChunk) -> None:
@@ -151,7 +151,7 @@ async def no_layers(d: Decode) -> None:
 
 
 @case(312, "Blocks, at least 1.")
-async def no_blocks(d: Decode) -> None:
+async def no_blocks(d: DecodeHand) -> None:
     """A chunk of no blocks and no bytes is refused."""
 
     def empty(piece: transfer_pb2.KvChunk) -> None:
@@ -161,7 +161,7 @@ async def no_blocks(d: Decode) -> None:
 
 
 @case(313, "it has exactly block_count * L * B bytes.")
-async def a_payload_of_another_size(d: Decode) -> None:
+async def a_payload_of_another_size(d: DecodeHand) -> None:
     """A chunk with a byte too many, and the checksum of what it has, is refused."""
 
     def lengthen(piece: transfer_pb2.KvChunk) -> None:
@@ -171,7 +171,7 @@ async def a_payload_of_another_size(d: Decode) -> None:
 
 
 @case(314, "The client hears BAD_REQUEST as INTERNAL, for it is P's.")
-async def the_client_hears_internal(d: Decode) -> None:
+async def the_client_hears_internal(d: DecodeHand) -> None:
     """What P did wrong is no fault of the client's request."""
 
     def beyond(piece: transfer_pb2.KvChunk) -> None:
@@ -183,7 +183,7 @@ async def the_client_hears_internal(d: Decode) -> None:
 
 
 @case(315, ENDS_EARLY)
-async def an_end_with_wrong_sums(d: Decode) -> None:
+async def an_end_with_wrong_sums(d: DecodeHand) -> None:
     """Everything has come, and end says one chunk more."""
     h = await granted(d)
     transfer = await h.receiving()
@@ -194,7 +194,7 @@ async def an_end_with_wrong_sums(d: Decode) -> None:
 
 
 @case(316, ENDS_EARLY)
-async def an_end_before_everything_came(d: Decode) -> None:
+async def an_end_before_everything_came(d: DecodeHand) -> None:
     """The last chunk is missing when end comes."""
     h = await granted(d)
     transfer = await h.receiving()
@@ -205,7 +205,7 @@ async def an_end_before_everything_came(d: Decode) -> None:
 
 
 @case(317, "UNIMPLEMENTED with FEATURE for a descriptor in place of bytes")
-async def a_descriptor_in_place_of_bytes(d: Decode) -> None:
+async def a_descriptor_in_place_of_bytes(d: DecodeHand) -> None:
     """A chunk that says where its bytes are is refused by name."""
 
     def describe(piece: transfer_pb2.KvChunk) -> None:
@@ -218,7 +218,7 @@ async def a_descriptor_in_place_of_bytes(d: Decode) -> None:
 
 
 @case(318, "FAILED_PRECONDITION with WRONG_STATE for a second open.")
-async def a_second_open(d: Decode) -> None:
+async def a_second_open(d: DecodeHand) -> None:
     """Open comes twice on a stream; the transfer fails with it."""
     h = await granted(d)
     transfer = await h.receiving()
@@ -228,7 +228,7 @@ async def a_second_open(d: Decode) -> None:
 
 
 @case(319, "An identical range again is acknowledged, not refused")
-async def a_range_comes_again(d: Decode) -> None:
+async def a_range_comes_again(d: DecodeHand) -> None:
     """Every chunk is sent twice and acknowledged twice; the answer is right."""
     h = await granted(d)
     transfer = await h.receiving()
@@ -241,7 +241,7 @@ async def a_range_comes_again(d: Decode) -> None:
 
 
 @case(320, "what is verified already is not written a second time")
-async def what_is_verified_stays(d: Decode) -> None:
+async def what_is_verified_stays(d: DecodeHand) -> None:
     """A verified range comes again with other bytes; the answer is that of the first ones."""
     h = await granted(d)
     transfer = await h.receiving()
@@ -256,7 +256,7 @@ async def what_is_verified_stays(d: Decode) -> None:
 
 
 @case(321, "An accepted chunk renews its grant.")
-async def chunks_renew_the_grant(d: Decode) -> None:
+async def chunks_renew_the_grant(d: DecodeHand) -> None:
     """Chunks trickle in for longer than a lease, and no heartbeat lists the grant."""
     h = await granted(d, d.request(2 * d.block_size), hold=False)
     transfer = await h.receiving()
@@ -273,7 +273,7 @@ async def chunks_renew_the_grant(d: Decode) -> None:
 
 
 @case(322, "a chunk that brings nothing new renews nothing.")
-async def repeated_chunks_renew_nothing(d: Decode) -> None:
+async def repeated_chunks_renew_nothing(d: DecodeHand) -> None:
     """The same chunk comes again and again, and the lease ends all the same."""
     h = await granted(d, hold=False)
     transfer = await h.receiving()
@@ -290,7 +290,7 @@ async def repeated_chunks_renew_nothing(d: Decode) -> None:
     323,
     "A transfer of this P ended on D before hand-off, and no Allocate waits that would say so.",
 )
-async def the_session_hears_of_a_failed_transfer(d: Decode) -> None:
+async def the_session_hears_of_a_failed_transfer(d: DecodeHand) -> None:
     """After a corrupt chunk the session says so as well: which transfer, why, and its end."""
 
     def spoil(piece: transfer_pb2.KvChunk) -> None:
@@ -303,7 +303,7 @@ async def the_session_hears_of_a_failed_transfer(d: Decode) -> None:
 
 
 @case(324, "Chunks accepted on this stream.")
-async def transfers_run_side_by_side(d: Decode) -> None:
+async def transfers_run_side_by_side(d: DecodeHand) -> None:
     """Four transfers send their chunks in turn, and every answer is right."""
     p = await d.prefill()
     hs = [await granted(d, p=p) for _ in range(4)]
@@ -319,7 +319,7 @@ async def transfers_run_side_by_side(d: Decode) -> None:
 
 
 async def _spoilt(
-    d: Decode, spoil: Callable[[transfer_pb2.KvChunk], None], reason: Reason
+    d: DecodeHand, spoil: Callable[[transfer_pb2.KvChunk], None], reason: Reason
 ) -> tuple[HandOver, Fault]:
     """A hand-over whose last chunk was wrong, which ended it: no ack, and the stream's fault."""
     h = await granted(d)
@@ -352,5 +352,5 @@ def _range(piece: transfer_pb2.KvChunk) -> transfer_pb2.KvRange:
     )
 
 
-def _all_layers(d: Decode) -> range:
+def _all_layers(d: DecodeHand) -> range:
     return range(d.subject.layout.groups[0].layers)

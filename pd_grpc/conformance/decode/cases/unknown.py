@@ -10,7 +10,7 @@ from pd_grpc.conformance.calls import Stream, answer, check_fault, check_field, 
 from pd_grpc.conformance.case import expect, expect_equal
 from pd_grpc.conformance.decode.cases.registry import DECODE_CASES as case
 from pd_grpc.conformance.decode.handover import HandOver, granted
-from pd_grpc.conformance.decode.subject import Decode
+from pd_grpc.conformance.decode.subject import DecodeHand
 from pd_grpc.conformance.later import UNKNOWN_VALUE, later
 from pd_grpc.conformance.request import replaced
 from pd_grpc.protocol.faults import Reason
@@ -25,7 +25,7 @@ WAYS = (
 
 
 @case(801, IGNORED)
-async def unknown_fields_of_a_session(d: Decode) -> None:
+async def unknown_fields_of_a_session(d: DecodeHand) -> None:
     """Hello, heartbeat and goodbye have fields of a later version, and do what they always do."""
     p = d.new_prefill()
     stream = p.open_session()
@@ -41,7 +41,7 @@ async def unknown_fields_of_a_session(d: Decode) -> None:
 
 
 @case(802, IGNORED)
-async def unknown_fields_of_a_hand_over(d: Decode) -> None:
+async def unknown_fields_of_a_hand_over(d: DecodeHand) -> None:
     """Both legs' calls have fields of a later version; the answer is right."""
     p = await d.prefill()
     request = d.request()
@@ -57,7 +57,7 @@ async def unknown_fields_of_a_hand_over(d: Decode) -> None:
 
 
 @case(803, IGNORED)
-async def unknown_fields_of_a_release(d: Decode) -> None:
+async def unknown_fields_of_a_release(d: DecodeHand) -> None:
     """Release has fields of a later version, and the client hears it."""
     h = await granted(d)
     message = decode_pb2.ReleaseRequest(session_id=h.p.welcome.session_id, ref=h.request.ref)
@@ -66,7 +66,7 @@ async def unknown_fields_of_a_release(d: Decode) -> None:
 
 
 @case(804, IGNORED)
-async def unknown_fields_of_a_transfer(d: Decode) -> None:
+async def unknown_fields_of_a_transfer(d: DecodeHand) -> None:
     """Open, chunks and end have fields of a later version; the answer is right."""
     h = await granted(d)
     transfer = h.p.connect(h.grant)
@@ -86,7 +86,7 @@ async def unknown_fields_of_a_transfer(d: Decode) -> None:
 
 
 @case(805, "where two bodies are compared they are part of the body.")
-async def unknown_fields_of_a_repeated_allocate(d: Decode) -> None:
+async def unknown_fields_of_a_repeated_allocate(d: DecodeHand) -> None:
     """The same Allocate with a field of a later version is another body."""
     h = await granted(d)
     message = later(h.request.allocate(h.p.welcome.session_id))
@@ -95,7 +95,7 @@ async def unknown_fields_of_a_repeated_allocate(d: Decode) -> None:
 
 
 @case(806, "is ignored by whoever reads a Session after its first message")
-async def an_unknown_message_on_a_session(d: Decode) -> None:
+async def an_unknown_message_on_a_session(d: DecodeHand) -> None:
     """A message of a kind of a later version changes nothing; the next heartbeat is answered."""
     p = await d.prefill()
     await p.session.send(later(decode_pb2.SessionRequest()))
@@ -106,7 +106,7 @@ async def an_unknown_message_on_a_session(d: Decode) -> None:
     807,
     "In Transfer a shard refuses it with BAD_REQUEST, for it must understand all that was sent.",
 )
-async def an_unknown_message_on_a_transfer(d: Decode) -> None:
+async def an_unknown_message_on_a_transfer(d: DecodeHand) -> None:
     """A message of a kind of a later version ends the stream."""
     h = await granted(d)
     transfer = await h.receiving()
@@ -115,7 +115,7 @@ async def an_unknown_message_on_a_transfer(d: Decode) -> None:
 
 
 @case(808, REFUSED)
-async def an_unknown_role(d: Decode) -> None:
+async def an_unknown_role(d: DecodeHand) -> None:
     """A hello with a role of a later version is refused by the field's name."""
     p = d.new_prefill()
     instance = replaced(p.hello().instance, {"role": UNKNOWN_VALUE})
@@ -123,7 +123,7 @@ async def an_unknown_role(d: Decode) -> None:
 
 
 @case(809, WAYS)
-async def an_unknown_transport(d: Decode) -> None:
+async def an_unknown_transport(d: DecodeHand) -> None:
     """A Transfer by a transport of a later version is refused by name, and hurts nothing."""
     h = await granted(d)
     transfer = await h.p.open(h.request, h.grant, transport=UNKNOWN_VALUE)
@@ -133,7 +133,7 @@ async def an_unknown_transport(d: Decode) -> None:
 
 
 @case(810, WAYS)
-async def an_unknown_direction(d: Decode) -> None:
+async def an_unknown_direction(d: DecodeHand) -> None:
     """Either leg with a direction of a later version is refused by name."""
     p = await d.prefill()
     scope = replaced(sampling_pb2.RequestScope(), {"direction": UNKNOWN_VALUE})
@@ -146,7 +146,7 @@ async def an_unknown_direction(d: Decode) -> None:
 
 
 @case(811, REFUSED)
-async def an_unknown_finish_reason(d: Decode) -> None:
+async def an_unknown_finish_reason(d: DecodeHand) -> None:
     """A first token with a reason of a later version is refused by the field's name."""
     h = await granted(d)
     token = decode_pb2.FirstToken(token_id=h.any_token)
@@ -158,7 +158,7 @@ async def an_unknown_finish_reason(d: Decode) -> None:
 
 
 @case(812, "INVALID_ARGUMENT with BAD_REQUEST for what is no message")
-async def no_message_on_a_session(d: Decode) -> None:
+async def no_message_on_a_session(d: DecodeHand) -> None:
     """After welcome comes what is no protobuf, and ends the session."""
     p = d.new_prefill()
     async with grpc.aio.insecure_channel(d.subject.endpoint) as channel:

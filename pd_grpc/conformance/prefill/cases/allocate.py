@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from pd_grpc.conformance.case import expect, expect_equal
 from pd_grpc.conformance.prefill.cases.registry import PREFILL_CASES as case
-from pd_grpc.conformance.prefill.subject import Prefill
+from pd_grpc.conformance.prefill.subject import PrefillHand
 from pd_grpc.protocol.faults import Fault, Quota, Reason
 from pd_grpc.protocol.messages import prompt_digest, sampling_from_proto, seconds
 from pd_grpc.v1 import sampling_pb2
 
 
 @case(201, "Tokens whose KV P will send: prompt and generated_token_ids; at least 1.")
-async def prompt_tokens_count_both(p: Prefill) -> None:
+async def prompt_tokens_count_both(p: PrefillHand) -> None:
     """An answer that is continued is asked for with prompt and output so far counted together."""
     d = await p.decode()
     request = p.request(generated=[400, 401, 402])
@@ -21,7 +21,7 @@ async def prompt_tokens_count_both(p: Prefill) -> None:
 
 
 @case(202, "Tokens that may still be generated, the first included; at least 1.")
-async def max_new_tokens_counts_what_is_left(p: Prefill) -> None:
+async def max_new_tokens_counts_what_is_left(p: PrefillHand) -> None:
     """Of max_tokens 8 with three tokens of output so far five are left."""
     d = await p.decode()
     await p.call(p.request(generated=[400, 401, 402]), d).handed_off()
@@ -29,7 +29,7 @@ async def max_new_tokens_counts_what_is_left(p: Prefill) -> None:
 
 
 @case(203, "SHA-256 over the tokens as little-endian uint32 (prompt, then generated)")
-async def the_digest_is_of_both(p: Prefill) -> None:
+async def the_digest_is_of_both(p: PrefillHand) -> None:
     """The digest is of the prompt, and of prompt and output so far where there is any."""
     d = await p.decode()
     for request in (p.request(), p.request(generated=[400, 401])):
@@ -40,7 +40,7 @@ async def the_digest_is_of_both(p: Prefill) -> None:
 
 
 @case(204, "The request's sampling, compared with the client leg's with defaults filled in;")
-async def sampling_passes_unchanged(p: Prefill) -> None:
+async def sampling_passes_unchanged(p: PrefillHand) -> None:
     """Every field of the caller's sampling reaches D as it was."""
     d = await p.decode()
     sampling = sampling_pb2.SamplingParams(
@@ -60,7 +60,7 @@ async def sampling_passes_unchanged(p: Prefill) -> None:
 
 
 @case(205, "The client's deadline is the request's budget and only shrinks.")
-async def the_budget_shrinks(p: Prefill) -> None:
+async def the_budget_shrinks(p: PrefillHand) -> None:
     """D hears of no more time than the caller gave, and the next D of no more than the first."""
     first, second = await p.decode(), await p.decode()
     first.allocate.refuse(Fault(Reason.NO_BLOCKS, "none", retry_after_s=0.1, quota=Quota(3, 0)))
@@ -75,7 +75,7 @@ async def the_budget_shrinks(p: Prefill) -> None:
     206,
     "False when the first token is sure to end the answer, for example with max_tokens 1:",
 )
-async def one_token_needs_no_kv(p: Prefill) -> None:
+async def one_token_needs_no_kv(p: PrefillHand) -> None:
     """With one token left to generate P needs no KV on D, opens no Transfer, and hands over."""
     d = await p.decode()
     one = sampling_pb2.SamplingParams(max_tokens=1, temperature=0)
@@ -89,7 +89,7 @@ async def one_token_needs_no_kv(p: Prefill) -> None:
 
 
 @case(207, "The client's name for the request, up to 128 characters, for people; never a key.")
-async def request_ids_are_no_key(p: Prefill) -> None:
+async def request_ids_are_no_key(p: PrefillHand) -> None:
     """Two requests at once of one request_id are both handed over, and D hears the name."""
     d = await p.decode()
     named = [p.request(request_id="the same") for _ in range(2)]

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from pd_grpc.conformance.case import expect, expect_equal, within
 from pd_grpc.conformance.prefill.cases.registry import PREFILL_CASES as case
-from pd_grpc.conformance.prefill.decode import Decode, Times
-from pd_grpc.conformance.prefill.shard import Incoming
-from pd_grpc.conformance.prefill.subject import Prefill
+from pd_grpc.conformance.prefill.decode import KitDecode, KitTimes
+from pd_grpc.conformance.prefill.shard import IncomingKv
+from pd_grpc.conformance.prefill.subject import PrefillHand
 from pd_grpc.protocol.faults import Fault, Reason, read_status
 from pd_grpc.v1 import types_pb2
 
@@ -17,7 +17,7 @@ CANCEL = (
 
 
 @case(601, CANCEL)
-async def in_the_queue(p: Prefill) -> None:
+async def in_the_queue(p: PrefillHand) -> None:
     """The caller leaves while D has not answered Hello; D is never asked for that request, and the
     next one is handed over."""
     d = await p.decode()
@@ -35,7 +35,7 @@ async def in_the_queue(p: Prefill) -> None:
 
 
 @case(602, CANCEL)
-async def under_allocate(p: Prefill) -> None:
+async def under_allocate(p: PrefillHand) -> None:
     """The caller leaves while Allocate waits: P ends that call and releases D."""
     d = await p.decode()
     d.allocate.hold()
@@ -48,7 +48,7 @@ async def under_allocate(p: Prefill) -> None:
 
 
 @case(603, CANCEL)
-async def while_kv_is_sent(p: Prefill) -> None:
+async def while_kv_is_sent(p: PrefillHand) -> None:
     """The caller leaves while D verifies no KV: P releases D and ends the Transfer."""
     d = await p.decode()
     d.kv.chunk.hold()
@@ -61,7 +61,7 @@ async def while_kv_is_sent(p: Prefill) -> None:
 
 
 @case(604, CANCEL)
-async def under_the_first_token(p: Prefill) -> None:
+async def under_the_first_token(p: PrefillHand) -> None:
     """The caller leaves while D has not answered the first token: P releases D."""
     d = await p.decode()
     d.first_token.hold()
@@ -73,7 +73,7 @@ async def under_the_first_token(p: Prefill) -> None:
 
 
 @case(605, CANCEL)
-async def in_the_middle_of_a_long_prompt(p: Prefill) -> None:
+async def in_the_middle_of_a_long_prompt(p: PrefillHand) -> None:
     """The caller of a prompt of nearly P's whole pool leaves at the first progress: P releases D,
     and another prompt as long is handed over."""
     tokens = (p.total_blocks - 2) * p.block_size
@@ -89,7 +89,7 @@ async def in_the_middle_of_a_long_prompt(p: Prefill) -> None:
 
 
 @case(606, CANCEL)
-async def the_alternate_is_released(p: Prefill) -> None:
+async def the_alternate_is_released(p: PrefillHand) -> None:
     """The caller leaves while the alternate is asked: P releases that one."""
     first, second = await p.decode(), await p.decode()
     first.allocate.refuse(Fault(Reason.NO_BLOCKS, "none"))
@@ -102,9 +102,9 @@ async def the_alternate_is_released(p: Prefill) -> None:
 
 
 @case(607, "Every grant P holds. D renews these alone")
-async def heartbeats_forget_what_was_left(p: Prefill) -> None:
+async def heartbeats_forget_what_was_left(p: PrefillHand) -> None:
     """After the caller has left, heartbeats list its grant no more."""
-    d = await p.decode(Times(heartbeat=0.2, lease=0.6))
+    d = await p.decode(KitTimes(heartbeat=0.2, lease=0.6))
     d.kv.chunk.hold()
     request = p.request()
     caller = p.call(request, d)
@@ -114,7 +114,7 @@ async def heartbeats_forget_what_was_left(p: Prefill) -> None:
     await d.session.lists([], "a heartbeat that lists no grant")
 
 
-async def _released(d: Decode, ref: types_pb2.TransferRef) -> None:
+async def _released(d: KitDecode, ref: types_pb2.TransferRef) -> None:
     release = await d.release.came("Release")
     expect_equal(release.ref.transfer_id, ref.transfer_id, "ref.transfer_id of Release")
     cause = read_status(release.cause)
@@ -122,5 +122,5 @@ async def _released(d: Decode, ref: types_pb2.TransferRef) -> None:
     expect(gone, "the cause CLIENT_GONE", str(cause))
 
 
-async def _over(stream: Incoming) -> None:
+async def _over(stream: IncomingKv) -> None:
     await within(None, stream.ended.wait(), "the end of the Transfer")

@@ -7,7 +7,7 @@ import grpc.aio
 
 from pd_grpc.conformance.case import NotApplicable, answer_s
 from pd_grpc.conformance.prefill.cases.registry import PREFILL_CASES as case
-from pd_grpc.conformance.prefill.subject import Prefill
+from pd_grpc.conformance.prefill.subject import PrefillHand
 from pd_grpc.protocol.faults import Reason
 from pd_grpc.protocol.messages import duration
 from pd_grpc.v1 import admin_pb2
@@ -20,7 +20,7 @@ DRAIN_S = 1.0
     "Takes nothing new, finishes what runs until the deadline, then exits; what is left by then"
     " fails with UNAVAILABLE, DRAINING.",
 )
-async def drained_by_an_operator(p: Prefill) -> None:
+async def drained_by_an_operator(p: PrefillHand) -> None:
     """Drain is called with two requests in flight: a third is refused with DRAINING, the first is
     handed over, and the second, whose D grants nothing, fails with DRAINING at the deadline."""
     d, silent = await p.decode(), await p.decode()

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pd_grpc.conformance.case import answer_s, expect, expect_equal
 from pd_grpc.conformance.prefill.cases.registry import PREFILL_CASES as case
-from pd_grpc.conformance.prefill.decode import CONNECTION_LOST, Decode, Times
-from pd_grpc.conformance.prefill.subject import Prefill
+from pd_grpc.conformance.prefill.decode import CONNECTION_LOST, KitDecode, KitTimes
+from pd_grpc.conformance.prefill.subject import PrefillHand
 from pd_grpc.protocol.faults import Fault, Reason, TransportFault, read_status
 from pd_grpc.v1 import decode_pb2, types_pb2
 
@@ -24,10 +24,10 @@ RELEASES = (
 
 
 @case(501, "P fails their transfers at once, with LEASE_EXPIRED.")
-async def a_grant_that_d_does_not_know(p: Prefill) -> None:
+async def a_grant_that_d_does_not_know(p: PrefillHand) -> None:
     """D has lost a grant that a heartbeat lists: its caller hears LEASE_EXPIRED, the other one
     nothing."""
-    d = await p.decode(Times(heartbeat=0.2, lease=0.6))
+    d = await p.decode(KitTimes(heartbeat=0.2, lease=0.6))
     d.kv.end.hold()
     lost, kept = p.request(), p.request()
     caller, other = p.call(lost, d), p.call(kept, d)
@@ -43,9 +43,9 @@ async def a_grant_that_d_does_not_know(p: Prefill) -> None:
 
 
 @case(502, "Why, with details as any call would have carried them.")
-async def ends_on_d_reach_the_caller(p: Prefill) -> None:
+async def ends_on_d_reach_the_caller(p: PrefillHand) -> None:
     """D tells of ends of all kinds: each caller hears reason and metadata, and D no Release."""
-    d = await p.decode(Times(heartbeat=2 * answer_s()))
+    d = await p.decode(KitTimes(heartbeat=2 * answer_s()))
     d.kv.end.hold()
     ends = (
         (Fault(Reason.CLIENT_GONE, "the client left"), types_pb2.TRANSFER_STATE_RELEASED),
@@ -70,9 +70,9 @@ async def ends_on_d_reach_the_caller(p: Prefill) -> None:
 
 
 @case(503, "The end it reached: FINISHED, FAILED, RELEASED or EXPIRED.")
-async def an_end_without_a_status(p: Prefill) -> None:
+async def an_end_without_a_status(p: PrefillHand) -> None:
     """D tells of an end with its state alone: the caller hears a fault."""
-    d = await p.decode(Times(heartbeat=2 * answer_s()))
+    d = await p.decode(KitTimes(heartbeat=2 * answer_s()))
     d.kv.end.hold()
     request = p.request()
     caller = p.call(request, d)
@@ -86,7 +86,7 @@ async def an_end_without_a_status(p: Prefill) -> None:
 
 
 @case(504, RELEASES)
-async def a_lost_allocate_is_released(p: Prefill) -> None:
+async def a_lost_allocate_is_released(p: PrefillHand) -> None:
     """The connection is lost under Allocate: D hears Release for that ref."""
     d = await p.decode()
     d.allocate.refuse(CONNECTION_LOST)
@@ -96,7 +96,7 @@ async def a_lost_allocate_is_released(p: Prefill) -> None:
 
 
 @case(505, RELEASES)
-async def an_allocate_out_of_time_is_released(p: Prefill) -> None:
+async def an_allocate_out_of_time_is_released(p: PrefillHand) -> None:
     """D answers no Allocate until the caller's time is over: D hears Release and why."""
     d = await p.decode()
     d.allocate.hold()
@@ -107,7 +107,7 @@ async def an_allocate_out_of_time_is_released(p: Prefill) -> None:
 
 
 @case(506, "Gives a transfer back, with the cause for D's own client leg.")
-async def d_hears_the_cause(p: Prefill) -> None:
+async def d_hears_the_cause(p: PrefillHand) -> None:
     """The caller's time ends while D holds back completed: Release tells D so, with the stage."""
     d = await p.decode()
     d.kv.end.hold()
@@ -119,7 +119,7 @@ async def d_hears_the_cause(p: Prefill) -> None:
 
 
 @case(510, IN_TIME)
-async def an_answer_before_the_callers_timer(p: Prefill) -> None:
+async def an_answer_before_the_callers_timer(p: PrefillHand) -> None:
     """D answers nothing: the caller hears STAGE_DEADLINE, and not its own timer's status."""
     d = await p.decode()
     d.allocate.hold()
@@ -127,7 +127,7 @@ async def an_answer_before_the_callers_timer(p: Prefill) -> None:
 
 
 @case(511, STAGES)
-async def time_spent_in_the_queue(p: Prefill) -> None:
+async def time_spent_in_the_queue(p: PrefillHand) -> None:
     """D answers no Hello: the stage is queue, or DECODE_LOST where P gives D up before."""
     d = await p.decode()
     d.hello.hold()
@@ -141,7 +141,7 @@ async def time_spent_in_the_queue(p: Prefill) -> None:
 
 
 @case(512, STAGES)
-async def time_spent_on_the_first_token(p: Prefill) -> None:
+async def time_spent_on_the_first_token(p: PrefillHand) -> None:
     """D has all KV and does not answer the first token: the stage is first_token."""
     d = await p.decode()
     d.first_token.hold()
@@ -149,7 +149,7 @@ async def time_spent_on_the_first_token(p: Prefill) -> None:
 
 
 @case(513, STAGES)
-async def time_spent_on_the_kv(p: Prefill) -> None:
+async def time_spent_on_the_kv(p: PrefillHand) -> None:
     """D has the first token and does not verify the KV: the stage is transfer."""
     d = await p.decode()
     d.kv.chunk.hold()
@@ -157,7 +157,7 @@ async def time_spent_on_the_kv(p: Prefill) -> None:
 
 
 @case(520, "ALREADY_EXISTS with DUPLICATE_TRANSFER for another first token than the one D has;")
-async def a_first_token_refused(p: Prefill) -> None:
+async def a_first_token_refused(p: PrefillHand) -> None:
     """D refuses the first token: the caller hears the fault."""
     d = await p.decode()
     for reason in (Reason.DUPLICATE_TRANSFER, Reason.UNKNOWN_TRANSFER):
@@ -165,13 +165,13 @@ async def a_first_token_refused(p: Prefill) -> None:
         await p.call(p.request(), d).fails(reason, "D refused the first token")
 
 
-async def _out_of_time(p: Prefill, d: Decode, stage: str) -> None:
+async def _out_of_time(p: PrefillHand, d: KitDecode, stage: str) -> None:
     caller = p.call(p.request(), d, timeout_s=BUDGET_S)
     fault = await caller.fails(Reason.STAGE_DEADLINE, "the caller's time is over")
     expect_equal(fault.metadata.get("stage"), stage, "the stage")
 
 
-async def _released(d: Decode, ref: types_pb2.TransferRef, why: Reason | None = None) -> Fault:
+async def _released(d: KitDecode, ref: types_pb2.TransferRef, why: Reason | None = None) -> Fault:
     """D has heard Release for a ref; the cause, which must be `why` where that is given."""
     release = await d.release.came("Release")
     expect_equal(release.ref.transfer_id, ref.transfer_id, "ref.transfer_id of Release")

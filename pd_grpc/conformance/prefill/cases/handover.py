@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pd_grpc.conformance.case import expect, expect_equal
 from pd_grpc.conformance.prefill.cases.registry import PREFILL_CASES as case
-from pd_grpc.conformance.prefill.decode import Decode
-from pd_grpc.conformance.prefill.subject import Prefill
+from pd_grpc.conformance.prefill.decode import KitDecode
+from pd_grpc.conformance.prefill.subject import PrefillHand
 from pd_grpc.protocol.faults import Fault
 from pd_grpc.protocol.messages import seconds
 from pd_grpc.v1 import sampling_pb2, types_pb2
@@ -23,7 +23,7 @@ ENDS_THE_ANSWER = "Set when the token ends the answer; KV is then no longer need
 
 
 @case(401, "P sends it as soon as it is known.")
-async def the_first_token_waits_for_no_kv(p: Prefill) -> None:
+async def the_first_token_waits_for_no_kv(p: PrefillHand) -> None:
     """D acknowledges no KV; the first token comes all the same."""
     d = await p.decode()
     d.kv.chunk.hold()
@@ -34,7 +34,7 @@ async def the_first_token_waits_for_no_kv(p: Prefill) -> None:
 
 
 @case(402, "The token, below the vocabulary's size.")
-async def the_first_token_is_right(p: Prefill) -> None:
+async def the_first_token_is_right(p: PrefillHand) -> None:
     """The first token of a prompt, and the next one of an answer that is continued, are the right
     ones by the sim's rule where P follows it."""
     d = await p.decode()
@@ -44,7 +44,7 @@ async def the_first_token_is_right(p: Prefill) -> None:
 
 
 @case(403, "The grant it belongs to, from AllocateResponse.")
-async def the_first_token_names_its_grant(p: Prefill) -> None:
+async def the_first_token_names_its_grant(p: PrefillHand) -> None:
     """SendFirstToken names transfer and grant, and says how many tokens P computed, not more than
     there are."""
     d = await p.decode()
@@ -58,7 +58,7 @@ async def the_first_token_names_its_grant(p: Prefill) -> None:
 
 
 @case(404, "Exactly one in v1; one per sibling when that is built.")
-async def one_first_token(p: Prefill) -> None:
+async def one_first_token(p: PrefillHand) -> None:
     """SendFirstToken carries one token, of sibling 0, that does not end the answer."""
     d = await p.decode()
     await p.call(p.request(), d).handed_off()
@@ -71,7 +71,7 @@ async def one_first_token(p: Prefill) -> None:
 
 
 @case(405, "The first token must then carry its finish_reason.")
-async def the_only_token_ends_by_length(p: Prefill) -> None:
+async def the_only_token_ends_by_length(p: PrefillHand) -> None:
     """With max_tokens 1 the first token has the finish_reason LENGTH."""
     d = await p.decode()
     one = sampling_pb2.SamplingParams(max_tokens=1, temperature=0)
@@ -81,7 +81,7 @@ async def the_only_token_ends_by_length(p: Prefill) -> None:
 
 
 @case(406, ENDS_THE_ANSWER)
-async def a_stop_token_ends_by_stop(p: Prefill) -> None:
+async def a_stop_token_ends_by_stop(p: PrefillHand) -> None:
     """The first token is one of stop_token_ids: it has the finish_reason STOP, and P hands over
     though D has verified no KV."""
     request = p.request()
@@ -102,7 +102,7 @@ async def a_stop_token_ends_by_stop(p: Prefill) -> None:
     "A sampled token is a pure function of the logits, the seed and its position, so P, D and"
     " an aggregated server choose alike.",
 )
-async def equal_seeds_choose_alike(p: Prefill) -> None:
+async def equal_seeds_choose_alike(p: PrefillHand) -> None:
     """The same prompt with the same seed, twice, gives the same first token; and by the sim's rule,
     where P follows it, the right one."""
     d = await p.decode()
@@ -118,7 +118,7 @@ async def equal_seeds_choose_alike(p: Prefill) -> None:
 
 
 @case(410, HAND_OFF)
-async def no_hand_off_without_kv(p: Prefill) -> None:
+async def no_hand_off_without_kv(p: PrefillHand) -> None:
     """D has the first token and has not verified the KV: no hand-off yet."""
     d = await p.decode()
     d.kv.chunk.hold()
@@ -130,7 +130,7 @@ async def no_hand_off_without_kv(p: Prefill) -> None:
 
 
 @case(411, HAND_OFF)
-async def no_hand_off_without_first_token(p: Prefill) -> None:
+async def no_hand_off_without_first_token(p: PrefillHand) -> None:
     """D has all KV and has not answered the first token: no hand-off yet."""
     d = await p.decode()
     d.first_token.hold()
@@ -143,7 +143,7 @@ async def no_hand_off_without_first_token(p: Prefill) -> None:
 
 
 @case(412, "FINISHED that the answer is complete; any other of D's that it has.")
-async def every_state_of_a_live_transfer(p: Prefill) -> None:
+async def every_state_of_a_live_transfer(p: PrefillHand) -> None:
     """D answers the first token with each state of a live transfer: each leads to the hand-off,
     FINISHED without waiting for the KV."""
     states = types_pb2
@@ -163,7 +163,7 @@ async def every_state_of_a_live_transfer(p: Prefill) -> None:
 
 
 @case(413, "FAILED, RELEASED and EXPIRED mean that D has not taken it;")
-async def states_of_an_ended_transfer(p: Prefill) -> None:
+async def states_of_an_ended_transfer(p: PrefillHand) -> None:
     """D answers the first token with each state of a transfer that has ended: the caller hears a
     fault and of no hand-off."""
     d = await p.decode()
@@ -177,7 +177,7 @@ async def states_of_an_ended_transfer(p: Prefill) -> None:
 
 
 @case(414, "In an answer, P takes a state that it does not know for no hand-over.")
-async def states_of_a_later_version(p: Prefill) -> None:
+async def states_of_a_later_version(p: PrefillHand) -> None:
     """D answers the first token with a state of a later version, or with none."""
     d = await p.decode()
     for state in (77, types_pb2.TRANSFER_STATE_UNSPECIFIED):
@@ -186,7 +186,7 @@ async def states_of_a_later_version(p: Prefill) -> None:
 
 
 @case(420, "It is waiting to be prepared. The first message.")
-async def queued_comes_first(p: Prefill) -> None:
+async def queued_comes_first(p: PrefillHand) -> None:
     """The first event is queued, though D has not answered Hello yet, and it comes once."""
     d = await p.decode()
     d.hello.hold()
@@ -199,7 +199,7 @@ async def queued_comes_first(p: Prefill) -> None:
 
 
 @case(421, "Tokens computed so far, of prompt and generated_token_ids.")
-async def progress_rises_to_the_whole(p: Prefill) -> None:
+async def progress_rises_to_the_whole(p: PrefillHand) -> None:
     """Progress rises from event to event, up to all tokens of prompt and output so far."""
     d = await p.decode()
     request = p.request(p.block_size * 14, generated=[400, 401, 402])
@@ -212,7 +212,7 @@ async def progress_rises_to_the_whole(p: Prefill) -> None:
 
 
 @case(422, "D has it. The last message.")
-async def handed_off_comes_last(p: Prefill) -> None:
+async def handed_off_comes_last(p: PrefillHand) -> None:
     """The last event is handed_off, which comes once, after progress; then the call ends with
     OK."""
     d = await p.decode()
@@ -223,7 +223,7 @@ async def handed_off_comes_last(p: Prefill) -> None:
 
 
 @case(423, "Who has it, as its Welcome said.")
-async def handed_off_names_the_decode(p: Prefill) -> None:
+async def handed_off_names_the_decode(p: PrefillHand) -> None:
     """The last event names D with name, epoch and role."""
     d = await p.decode()
     handed = await p.call(p.request(), d.endpoint).handed_off()
@@ -231,7 +231,7 @@ async def handed_off_names_the_decode(p: Prefill) -> None:
 
 
 @case(424, "Token counts as of the first token, which is counted.")
-async def usage_as_of_the_first_token(p: Prefill) -> None:
+async def usage_as_of_the_first_token(p: PrefillHand) -> None:
     """Output so far counts as output: three tokens and the first one are four."""
     d = await p.decode()
     request = p.request(generated=[400, 401, 402])
@@ -241,7 +241,7 @@ async def usage_as_of_the_first_token(p: Prefill) -> None:
 
 
 @case(425, "On P: from the first Allocate until the grant.")
-async def timings_tell_where_the_time_went(p: Prefill) -> None:
+async def timings_tell_where_the_time_went(p: PrefillHand) -> None:
     """D takes its time for Allocate: prepare and allocate are at least as long, and what is the
     router's to tell is unset."""
     d = await p.decode()
@@ -259,7 +259,7 @@ async def timings_tell_where_the_time_went(p: Prefill) -> None:
         expect(not timings.HasField(name), f"no {name}, which is the router's", timings)
 
 
-async def _no_hand_off(p: Prefill, d: Decode, why: str) -> None:
+async def _no_hand_off(p: PrefillHand, d: KitDecode, why: str) -> None:
     caller = p.call(p.request(), d)
     ended = await caller.ends()
     expect(isinstance(ended, Fault), f"a fault: {why}", "OK" if ended is None else str(ended))

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from pd_grpc.conformance.case import answer_s, expect, expect_equal
 from pd_grpc.conformance.prefill.cases.registry import PREFILL_CASES as case
-from pd_grpc.conformance.prefill.decode import CONNECTION_LOST, Times
+from pd_grpc.conformance.prefill.decode import CONNECTION_LOST, KitTimes
 from pd_grpc.conformance.prefill.grant import expect_kv
-from pd_grpc.conformance.prefill.shard import Incoming
-from pd_grpc.conformance.prefill.subject import Prefill
+from pd_grpc.conformance.prefill.shard import IncomingKv
+from pd_grpc.conformance.prefill.subject import PrefillHand
 from pd_grpc.protocol.faults import Code, Fault, Reason, bad_request
 from pd_grpc.protocol.sampling import FieldError
 from pd_grpc.v1 import layout_pb2, transfer_pb2
@@ -17,7 +17,7 @@ QUIET_S = 0.15
 
 
 @case(301, "First message, exactly once.")
-async def open_names_the_grant(p: Prefill) -> None:
+async def open_names_the_grant(p: PrefillHand) -> None:
     """A Transfer begins with one open, which names transfer, grant, transport and shard."""
     d = await p.decode()
     request = p.request()
@@ -34,7 +34,7 @@ async def open_names_the_grant(p: Prefill) -> None:
 
 
 @case(302, "P sends open, waits for opened, then sends any number of chunks in any order, and end;")
-async def nothing_before_opened(p: Prefill) -> None:
+async def nothing_before_opened(p: PrefillHand) -> None:
     """The shard takes its time to answer open: no chunk comes before it has."""
     d = await p.decode()
     d.kv.open.hold()
@@ -47,7 +47,7 @@ async def nothing_before_opened(p: Prefill) -> None:
 
 
 @case(303, "CRC-32C (Castagnoli) of the payload.")
-async def checksums_are_right(p: Prefill) -> None:
+async def checksums_are_right(p: PrefillHand) -> None:
     """Every chunk of a prompt of five blocks carries the CRC-32C of its payload."""
     d = await p.decode()
     request = p.request(p.block_size * 5)
@@ -61,7 +61,7 @@ async def checksums_are_right(p: Prefill) -> None:
     " block's canonical bytes restricted to layers [layer_start, layer_start + layer_count) of the"
     " group:",
 )
-async def bytes_are_canonical(p: Prefill) -> None:
+async def bytes_are_canonical(p: PrefillHand) -> None:
     """Every byte of the KV of five and a half blocks stands where the layout has it, by the sim's
     rule where P follows it; D's first block is enough to tell one prompt from another."""
     d = await p.decode()
@@ -75,7 +75,7 @@ async def bytes_are_canonical(p: Prefill) -> None:
 
 
 @case(305, "First logical block; must lie within the ranges D wanted.")
-async def only_what_is_wanted(p: Prefill) -> None:
+async def only_what_is_wanted(p: PrefillHand) -> None:
     """D holds blocks 0, 1 and 3 of five and a half already; the three others come, and no more."""
     d = await p.decode()
     d.cached_blocks = {0, 1, 3}
@@ -87,7 +87,7 @@ async def only_what_is_wanted(p: Prefill) -> None:
 
 
 @case(306, "A shard with nothing to send still opens and ends.")
-async def nothing_is_wanted(p: Prefill) -> None:
+async def nothing_is_wanted(p: PrefillHand) -> None:
     """D holds every block already: the Transfer is opened and ended with no chunk in it."""
     d = await p.decode()
     request = p.request()
@@ -99,7 +99,7 @@ async def nothing_is_wanted(p: Prefill) -> None:
 
 
 @case(307, "Both sums count this stream alone, ranges sent again included;")
-async def sums_are_of_the_stream(p: Prefill) -> None:
+async def sums_are_of_the_stream(p: PrefillHand) -> None:
     """The sums of end are those of what came, on a stream that was opened again too."""
     d = await p.decode()
     d.kv.chunk.refuse(None, CONNECTION_LOST)
@@ -116,7 +116,7 @@ async def sums_are_of_the_stream(p: Prefill) -> None:
     "Payload bytes P may have sent on this stream and not seen acknowledged. One chunk may always"
     " be under way, however large; 0 allows no second one beside it.",
 )
-async def the_window_is_kept(p: Prefill) -> None:
+async def the_window_is_kept(p: PrefillHand) -> None:
     """With a window of 0, and with one of three blocks, P sends no more than that before the first
     acknowledgement, and all of it in the end."""
     for window in (0, 3 * p.layout.block_bytes):
@@ -133,7 +133,7 @@ async def the_window_is_kept(p: Prefill) -> None:
 
 
 @case(309, "P opens a stream that was lost again, and sends only what opened does not list.")
-async def a_lost_stream_is_opened_again(p: Prefill) -> None:
+async def a_lost_stream_is_opened_again(p: PrefillHand) -> None:
     """The connection is lost after the first chunk was acknowledged; the second stream brings the
     rest, and nothing of what the shard had."""
     d = await p.decode()
@@ -151,7 +151,7 @@ async def a_lost_stream_is_opened_again(p: Prefill) -> None:
 
 
 @case(310, "0 when an earlier stream had sent everything.")
-async def a_stream_lost_at_its_end(p: Prefill) -> None:
+async def a_stream_lost_at_its_end(p: PrefillHand) -> None:
     """The connection is lost between end and completed; the second stream has no chunk and an end
     whose sums are 0."""
     d = await p.decode()
@@ -162,7 +162,7 @@ async def a_stream_lost_at_its_end(p: Prefill) -> None:
 
 
 @case(311, "D's shards, at least one; each serves TransferService at its own endpoint.")
-async def each_shard_gets_its_layers(p: Prefill) -> None:
+async def each_shard_gets_its_layers(p: PrefillHand) -> None:
     """D has two shards that share the layers between them: each gets its own layers, named by its
     index, and both are ended before the hand-off."""
     layers = sum(group.layers for group in p.layout.groups)
@@ -179,7 +179,7 @@ async def each_shard_gets_its_layers(p: Prefill) -> None:
 
 
 @case(312, "Shards to send to; the same as in Welcome unless narrowed.")
-async def the_grant_says_where_to_send(p: Prefill) -> None:
+async def the_grant_says_where_to_send(p: PrefillHand) -> None:
     """Welcome lists a second shard where nobody listens, the grant does not: the KV goes to the one
     in the grant."""
     d = await p.decode()
@@ -191,7 +191,7 @@ async def the_grant_says_where_to_send(p: Prefill) -> None:
 
 
 @case(313, "DATA_LOSS with KV_CORRUPT for a wrong checksum;")
-async def corrupt_kv_reaches_the_caller(p: Prefill) -> None:
+async def corrupt_kv_reaches_the_caller(p: PrefillHand) -> None:
     """D finds a checksum wrong: the caller hears KV_CORRUPT, and no other stream is opened."""
     d = await p.decode()
     d.kv.chunk.refuse(Fault(Reason.KV_CORRUPT, "the checksum is wrong", {"layers": "0..1"}))
@@ -200,10 +200,10 @@ async def corrupt_kv_reaches_the_caller(p: Prefill) -> None:
 
 
 @case(314, "P ends a transfer whose shard is silent for longer.")
-async def a_silent_shard(p: Prefill) -> None:
+async def a_silent_shard(p: PrefillHand) -> None:
     """The shard acknowledges nothing for Welcome.kv_progress: the caller hears STAGE_DEADLINE with
     the stage transfer, and D is released."""
-    d = await p.decode(Times(kv_progress=0.3))
+    d = await p.decode(KitTimes(kv_progress=0.3))
     d.kv.chunk.hold()
     caller = p.call(p.request(), d)
     limit = d.times.kv_progress + answer_s()
@@ -213,7 +213,7 @@ async def a_silent_shard(p: Prefill) -> None:
 
 
 @case(315, "The client hears BAD_REQUEST as INTERNAL, for it is P's.")
-async def a_bad_chunk_is_not_the_callers(p: Prefill) -> None:
+async def a_bad_chunk_is_not_the_callers(p: PrefillHand) -> None:
     """D finds a chunk out of bounds: the caller, whose request was right, is not told
     INVALID_ARGUMENT."""
     d = await p.decode()
@@ -225,7 +225,7 @@ async def a_bad_chunk_is_not_the_callers(p: Prefill) -> None:
 
 
 @case(316, "Any other process of D refuses it with FAILED_PRECONDITION, STALE_EPOCH.")
-async def a_refusal_at_open(p: Prefill) -> None:
+async def a_refusal_at_open(p: PrefillHand) -> None:
     """The shard refuses open with a word of its own: the caller hears it, and no other stream is
     opened."""
     d = await p.decode()
@@ -234,7 +234,7 @@ async def a_refusal_at_open(p: Prefill) -> None:
     d.transfers(1)
 
 
-def _places(stream: Incoming) -> set[tuple[int, int, int]]:
+def _places(stream: IncomingKv) -> set[tuple[int, int, int]]:
     """Group, layer and block of all that a stream brought."""
     return {
         (chunk.group, layer, block)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pd_grpc.conformance.case import expect, expect_equal
 from pd_grpc.conformance.prefill.cases.registry import PREFILL_CASES as case
 from pd_grpc.conformance.prefill.grant import expect_kv
-from pd_grpc.conformance.prefill.subject import Prefill
+from pd_grpc.conformance.prefill.subject import PrefillHand
 from pd_grpc.protocol.faults import Fault, Reason
 from pd_grpc.v1 import layout_pb2, sampling_pb2
 
@@ -16,7 +16,7 @@ A_MILLION = 1_000_000
 
 
 @case(801, "A server ignores fields that it does not know;")
-async def unknown_fields_of_the_caller(p: Prefill) -> None:
+async def unknown_fields_of_the_caller(p: PrefillHand) -> None:
     """A request with fields of a later version, in it and in its ref and sampling, is handed
     over."""
     d = await p.decode()
@@ -29,7 +29,7 @@ async def unknown_fields_of_the_caller(p: Prefill) -> None:
 
 
 @case(802, "A later version therefore adds only fields that may be ignored,")
-async def unknown_fields_of_d(p: Prefill) -> None:
+async def unknown_fields_of_d(p: PrefillHand) -> None:
     """A D whose every answer has fields of a later version gets the request all the same."""
     d = await p.decode()
     d.later_fields = LATER_FIELD
@@ -43,7 +43,7 @@ async def unknown_fields_of_d(p: Prefill) -> None:
     "with FEATURE where the value names a way to do the thing (kind of a layout's group or plane,"
     " transport of a Transfer, direction)",
 )
-async def an_unknown_direction(p: Prefill) -> None:
+async def an_unknown_direction(p: PrefillHand) -> None:
     """A direction of a later version is refused by name."""
     scope = sampling_pb2.RequestScope.FromString(b"\x48\x4d")
     expect_equal(int(scope.direction), 77, "the direction made")
@@ -53,7 +53,7 @@ async def an_unknown_direction(p: Prefill) -> None:
 
 
 @case(804, "The transport chosen, one of Hello's.")
-async def a_transport_that_was_not_offered(p: Prefill) -> None:
+async def a_transport_that_was_not_offered(p: PrefillHand) -> None:
     """D chooses a transport that Hello did not offer, or one of a later version: P has nothing to
     do with it, and the caller hears LAYOUT_MISMATCH."""
     for transport in (layout_pb2.TRANSPORT_NIXL, 77):
@@ -67,7 +67,7 @@ async def a_transport_that_was_not_offered(p: Prefill) -> None:
 
 
 @case(808, "The transport chosen, one of Hello's. Unspecified means INLINE.")
-async def a_transport_that_is_not_named(p: Prefill) -> None:
+async def a_transport_that_is_not_named(p: PrefillHand) -> None:
     """D names no transport, neither in Welcome nor with the grant: P sends KV inline."""
     d = await p.decode()
     d.hello.answer["transport"] = layout_pb2.TRANSPORT_UNSPECIFIED
@@ -78,7 +78,7 @@ async def a_transport_that_is_not_named(p: Prefill) -> None:
 
 
 @case(805, "packed, up to a million.")
-async def a_million_tokens(p: Prefill) -> None:
+async def a_million_tokens(p: PrefillHand) -> None:
     """A prompt of a million tokens is taken in, or refused for the model's or the pool's size, and
     not by the transport."""
     d = await p.decode()
@@ -96,7 +96,7 @@ async def a_million_tokens(p: Prefill) -> None:
 
 
 @case(806, "INVALID_ARGUMENT with BAD_REQUEST or TOO_LARGE for what P could never compute;")
-async def a_prompt_larger_than_the_pool(p: Prefill) -> None:
+async def a_prompt_larger_than_the_pool(p: PrefillHand) -> None:
     """A prompt of one block more than P has is refused with needed and total; one that fills the
     pool is handed over."""
     blocks = p.total_blocks
@@ -116,7 +116,7 @@ async def a_prompt_larger_than_the_pool(p: Prefill) -> None:
     807,
     "Longest prompt plus output in tokens that D takes. 0 means that only D can tell.",
 )
-async def longer_than_d_takes(p: Prefill) -> None:
+async def longer_than_d_takes(p: PrefillHand) -> None:
     """Welcome says how long a prompt with its output may be: one that is just so long is handed
     over, one with a token more fails with TOO_LARGE, whoever of P and D says so."""
     d = await p.decode()

@@ -8,8 +8,8 @@ from google.rpc import error_details_pb2, status_pb2
 
 from pd_grpc.conformance.case import answer_s, expect, expect_equal
 from pd_grpc.conformance.prefill.cases.registry import PREFILL_CASES as case
-from pd_grpc.conformance.prefill.decode import CONNECTION_LOST, Times
-from pd_grpc.conformance.prefill.subject import Prefill
+from pd_grpc.conformance.prefill.decode import CONNECTION_LOST, KitTimes
+from pd_grpc.conformance.prefill.subject import PrefillHand
 from pd_grpc.protocol.faults import STATUS_TABLE, Code, Fault, Quota, Reason, TransportFault
 from pd_grpc.protocol.messages import duration
 from pd_grpc.v1 import decode_pb2, prefill_pb2
@@ -49,17 +49,17 @@ NEXT_ONE = (
 
 
 @case(210, "a refusal or failure of D's as D gave it.")
-async def refusals_reach_the_caller(p: Prefill) -> None:
+async def refusals_reach_the_caller(p: PrefillHand) -> None:
     """Each refusal of Allocate reaches a caller that named one D, with its code and reason."""
-    d = await p.decode()
     for refusal in TURNED_AWAY + TURNED_DOWN:
+        d = await p.decode()  # Another each time, for P may turn from one that takes nothing.
         d.allocate.refuse(refusal)
         what = f"D refused Allocate with {refusal.reason.value}"
         await p.call(p.request(), d).fails(refusal.reason, what)
 
 
 @case(211, "NO_BLOCKS, and QUEUE_FULL of D, come with RetryInfo and QuotaFailure.")
-async def details_reach_the_caller(p: Prefill) -> None:
+async def details_reach_the_caller(p: PrefillHand) -> None:
     """What D says of its pool reaches the caller, and so does the part in which two legs differ."""
     d = await p.decode()
     d.allocate.refuse(NO_BLOCKS)
@@ -76,7 +76,7 @@ async def details_reach_the_caller(p: Prefill) -> None:
     "It will ask another decode instance, and says so before it does, so that the client leg can"
     " move there first.",
 )
-async def placing_comes_first(p: Prefill) -> None:
+async def placing_comes_first(p: PrefillHand) -> None:
     """A first D has no blocks: placing names the second one while that has not answered yet."""
     first, second = await p.decode(), await p.decode()
     first.allocate.refuse(NO_BLOCKS)
@@ -91,10 +91,11 @@ async def placing_comes_first(p: Prefill) -> None:
 
 
 @case(213, NEXT_ONE)
-async def each_refusal_leads_to_the_next(p: Prefill) -> None:
+async def each_refusal_leads_to_the_next(p: PrefillHand) -> None:
     """After each refusal that another D may not share, the second D gets the request."""
-    first, second = await p.decode(), await p.decode()
+    second = await p.decode()
     for refusal in TURNED_AWAY:
+        first = await p.decode()  # Another each time, for P may turn from one that takes nothing.
         first.allocate.refuse(refusal)
         caller = p.call(p.request(), first, second)
         handed = await caller.handed_off()
@@ -103,7 +104,7 @@ async def each_refusal_leads_to_the_next(p: Prefill) -> None:
 
 
 @case(214, "Where to hand over: the first one, then alternates in order. At least one.")
-async def alternates_in_order(p: Prefill) -> None:
+async def alternates_in_order(p: PrefillHand) -> None:
     """Three Ds refuse in turn: each is asked once, in order, and the caller hears the last one."""
     ds = [await p.decode() for _ in range(3)]
     reasons = (Reason.NO_BLOCKS, Reason.ENGINE_STUCK, Reason.DRAINING)
@@ -117,7 +118,7 @@ async def alternates_in_order(p: Prefill) -> None:
 
 
 @case(215, END_OF_CALL)
-async def no_second_opinion(p: Prefill) -> None:
+async def no_second_opinion(p: PrefillHand) -> None:
     """After each refusal that another D would only repeat, the second D is not asked."""
     first, second = await p.decode(), await p.decode()
     for refusal in TURNED_DOWN:
@@ -129,13 +130,14 @@ async def no_second_opinion(p: Prefill) -> None:
 
 
 @case(216, "UNAVAILABLE then means that the peer is lost, and no other is retried.")
-async def statuses_of_the_transport(p: Prefill) -> None:
+async def statuses_of_the_transport(p: PrefillHand) -> None:
     """A bare UNAVAILABLE from Allocate leads to the second D, a bare RESOURCE_EXHAUSTED to the end
     of the call, and not as NO_BLOCKS."""
     first, second = await p.decode(), await p.decode()
     first.allocate.refuse(CONNECTION_LOST)
     await p.call(p.request(), first, second).handed_off()
     expect_equal(len(second.allocate.seen), 1, "the Allocates at the second D")
+    first = await p.decode()  # P may turn from one that was lost, for a while.
     first.allocate.refuse(TransportFault(Code.RESOURCE_EXHAUSTED, "message too large"))
     ended = await p.call(p.request(), first, second).ends()
     expect(ended is not None, "a failed call", "OK")
@@ -148,13 +150,14 @@ async def statuses_of_the_transport(p: Prefill) -> None:
     217,
     "A reason that the reader does not know is read by its code, as a status of the transport's.",
 )
-async def reasons_of_a_later_version(p: Prefill) -> None:
+async def reasons_of_a_later_version(p: PrefillHand) -> None:
     """An UNAVAILABLE with a reason of a later version leads to the second D; an
     INVALID_ARGUMENT with one does not."""
     first, second = await p.decode(), await p.decode()
     first.allocate.refuse(_of_a_later_version(Code.UNAVAILABLE))
     await p.call(p.request(), first, second).handed_off()
     expect_equal(len(second.allocate.seen), 1, "the Allocates at the second D")
+    first = await p.decode()  # P may turn from one that was lost, for a while.
     first.allocate.refuse(_of_a_later_version(Code.INVALID_ARGUMENT))
     ended = await p.call(p.request(), first, second).ends()
     expect(ended is not None, "a failed call", "OK")
@@ -169,7 +172,7 @@ def _of_a_later_version(code: Code) -> status_pb2.Status:
 
 
 @case(220, "with DECODE_LOST when D is lost before the hand-off.")
-async def nobody_listens(p: Prefill) -> None:
+async def nobody_listens(p: PrefillHand) -> None:
     """Nobody listens at D's address: the caller hears DECODE_LOST at once, and with an alternate
     the request is handed over there."""
     began = time.monotonic()
@@ -183,10 +186,10 @@ async def nobody_listens(p: Prefill) -> None:
 
 
 @case(221, "D takes nothing new.")
-async def a_decode_that_drains(p: Prefill) -> None:
+async def a_decode_that_drains(p: PrefillHand) -> None:
     """D has said that it drains: it is asked no more, a request that names it alone hears DRAINING
     and one with an alternate is handed over there."""
-    first, second = await p.decode(Times(heartbeat=0.2, lease=0.6)), await p.decode()
+    first, second = await p.decode(KitTimes(heartbeat=0.2, lease=0.6)), await p.decode()
     await p.call(p.request(), first).handed_off()
     beats = len(first.session.heartbeats)
     first.session.say(drain=decode_pb2.Drain(deadline=duration(30)))
@@ -198,7 +201,7 @@ async def a_decode_that_drains(p: Prefill) -> None:
 
 
 @case(222, STATUS_TABLE[Reason.WRONG_INSTANCE].when)
-async def another_name_at_the_address(p: Prefill) -> None:
+async def another_name_at_the_address(p: PrefillHand) -> None:
     """D is not the instance that the request means: the caller hears WRONG_INSTANCE, and with an
     alternate the request is handed over there."""
     d, second = await p.decode(), await p.decode()
@@ -210,7 +213,7 @@ async def another_name_at_the_address(p: Prefill) -> None:
 
 
 @case(223, STATUS_TABLE[Reason.LAYOUT_MISMATCH].when)
-async def a_layout_that_does_not_fit(p: Prefill) -> None:
+async def a_layout_that_does_not_fit(p: PrefillHand) -> None:
     """D refuses Hello with LAYOUT_MISMATCH: the caller hears it with the field and both values."""
     d = await p.decode()
     said = {"field": "block_size", "ours": "16", "theirs": "32"}
@@ -224,7 +227,7 @@ async def a_layout_that_does_not_fit(p: Prefill) -> None:
     "where it is not, and the first of `decodes` is another process, the call is refused with"
     " STALE_EPOCH.",
 )
-async def another_process_is_meant(p: Prefill) -> None:
+async def another_process_is_meant(p: PrefillHand) -> None:
     """A ref that names D's epoch is handed over; one that names another is refused, and D is asked
     for no blocks."""
     d = await p.decode()
@@ -235,7 +238,7 @@ async def another_process_is_meant(p: Prefill) -> None:
 
 
 @case(225, "A D that is slow, full or silent delays only the requests meant for it.")
-async def a_silent_decode_delays_no_other(p: Prefill) -> None:
+async def a_silent_decode_delays_no_other(p: PrefillHand) -> None:
     """Many requests wait for a D that answers no Allocate, and as many for one that answers no
     Hello; a request for a third D is handed over."""
     silent, deaf, quick = await p.decode(), await p.decode(), await p.decode()
@@ -250,7 +253,7 @@ async def a_silent_decode_delays_no_other(p: Prefill) -> None:
 
 
 @case(226, "A request that waits for D holds no block of P's.")
-async def waiting_holds_no_block(p: Prefill) -> None:
+async def waiting_holds_no_block(p: PrefillHand) -> None:
     """Requests of half of P's pool each wait for a D that grants nothing; one of nearly the whole
     pool is handed over to another D."""
     half = p.total_blocks * p.block_size // 2

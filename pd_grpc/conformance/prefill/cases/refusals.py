@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 
 from pd_grpc.conformance.case import expect, expect_equal
 from pd_grpc.conformance.prefill.cases.registry import PREFILL_CASES as case
-from pd_grpc.conformance.prefill.subject import Prefill
+from pd_grpc.conformance.prefill.subject import PrefillHand
 from pd_grpc.protocol.faults import STATUS_TABLE, Fault, Reason
 from pd_grpc.v1 import prefill_pb2, sampling_pb2
 
@@ -14,13 +14,13 @@ MAX_NAME = 128
 
 
 @case(701, "The prompt, at least one token, each below the vocabulary's size;")
-async def an_empty_prompt(p: Prefill) -> None:
+async def an_empty_prompt(p: PrefillHand) -> None:
     """A request without a token is refused with a violation of token_ids."""
     await p.refused(p.request(prompt=[]), Reason.BAD_REQUEST, "no prompt", "token_ids")
 
 
 @case(702, "The prompt, at least one token, each below the vocabulary's size;")
-async def a_token_outside_the_vocabulary(p: Prefill) -> None:
+async def a_token_outside_the_vocabulary(p: PrefillHand) -> None:
     """A token id of the vocabulary's size is refused, in the prompt and in the output so far; the
     one below it is taken."""
     size = p.subject.info.vocab_size
@@ -34,7 +34,7 @@ async def a_token_outside_the_vocabulary(p: Prefill) -> None:
 
 
 @case(703, "How to sample the first token; max_tokens must be set.")
-async def no_max_tokens(p: Prefill) -> None:
+async def no_max_tokens(p: PrefillHand) -> None:
     """A max_tokens of 0 is refused with a violation of sampling.max_tokens."""
     none = sampling_pb2.SamplingParams(temperature=0)
     await p.refused(
@@ -43,7 +43,7 @@ async def no_max_tokens(p: Prefill) -> None:
 
 
 @case(704, "1 to 128 characters of [A-Za-z0-9._:-], unique for ever;")
-async def malformed_transfer_ids(p: Prefill) -> None:
+async def malformed_transfer_ids(p: PrefillHand) -> None:
     """An empty id, one of 129 characters and one with a blank are refused; every character that is
     allowed is taken."""
     for bad in ("", "x" * 129, "a b", "a/b", "ä"):
@@ -56,19 +56,19 @@ async def malformed_transfer_ids(p: Prefill) -> None:
 
 
 @case(705, "Counts from 1; 0 is refused.")
-async def attempt_zero(p: Prefill) -> None:
+async def attempt_zero(p: PrefillHand) -> None:
     """Attempt 0 is refused with a violation of ref.attempt."""
     await p.refused(p.request(attempt=0), Reason.BAD_REQUEST, "attempt 0", "ref.attempt")
 
 
 @case(706, "Where to hand over: the first one, then alternates in order. At least one.")
-async def no_decode(p: Prefill) -> None:
+async def no_decode(p: PrefillHand) -> None:
     """A request that names no D is refused with a violation of decodes."""
     await p.refused(p.request(), Reason.BAD_REQUEST, "no D", "decodes", decodes=[])
 
 
 @case(707, "host:port of its control endpoint; must be set.")
-async def a_bad_endpoint(p: Prefill) -> None:
+async def a_bad_endpoint(p: PrefillHand) -> None:
     """An endpoint that is empty or has no port is refused with a violation that says which."""
     good = await p.decode()
     for bad in ("", "nowhere"):
@@ -91,7 +91,7 @@ async def a_bad_endpoint(p: Prefill) -> None:
     " that uses one is refused with UNIMPLEMENTED and reason FEATURE by a server that was not built"
     " for it,",
 )
-async def reserved_sampling_fields(p: Prefill) -> None:
+async def reserved_sampling_fields(p: PrefillHand) -> None:
     """Each reserved field of sampling is refused by name, and its neutral value is taken."""
     for name, use in _RESERVED_SAMPLING.items():
         request = p.request()
@@ -107,7 +107,7 @@ async def reserved_sampling_fields(p: Prefill) -> None:
 
 
 @case(709, "All of it is reserved in v1.")
-async def reserved_scope_fields(p: Prefill) -> None:
+async def reserved_scope_fields(p: PrefillHand) -> None:
     """Each field of scope is refused by name, and its neutral value is taken."""
     for name, scope in _RESERVED_SCOPE.items():
         fault = await p.refused(p.request(), Reason.FEATURE, f"scope.{name}", scope=scope)
@@ -118,7 +118,7 @@ async def reserved_scope_fields(p: Prefill) -> None:
 
 
 @case(710, "Name of the P that is meant; another P refuses with WRONG_INSTANCE.")
-async def another_prefill_is_meant(p: Prefill) -> None:
+async def another_prefill_is_meant(p: PrefillHand) -> None:
     """A request that names another P is refused; one that names this P, as its Hello does, is
     taken."""
     d = await p.decode()
@@ -130,21 +130,21 @@ async def another_prefill_is_meant(p: Prefill) -> None:
 
 
 @case(711, STATUS_TABLE[Reason.BAD_REQUEST].when)
-async def a_prompt_longer_than_the_model(p: Prefill) -> None:
+async def a_prompt_longer_than_the_model(p: PrefillHand) -> None:
     """A prompt of one token more than the model takes is refused with a violation of token_ids."""
     request = p.request(p.subject.info.max_model_len + 1)
     await p.refused(request, Reason.BAD_REQUEST, "longer than the model", "token_ids")
 
 
 @case(712, "Output the client has already, fewer tokens than max_tokens.")
-async def as_much_output_as_may_be(p: Prefill) -> None:
+async def as_much_output_as_may_be(p: PrefillHand) -> None:
     """As many generated tokens as max_tokens leave none to generate, and are refused."""
     request = p.request(generated=[400] * 8)
     await p.refused(request, Reason.BAD_REQUEST, "no token is left", "generated_token_ids")
 
 
 @case(713, "The client's name for the request, up to 128 characters, for people; never a key.")
-async def a_long_request_id(p: Prefill) -> None:
+async def a_long_request_id(p: PrefillHand) -> None:
     """A request_id of 129 characters is refused with a violation; one of 128 is taken."""
     long = p.request(request_id="r" * 129)
     await p.refused(long, Reason.BAD_REQUEST, "a long request_id", "request_id")
@@ -156,7 +156,7 @@ async def a_long_request_id(p: Prefill) -> None:
     714,
     "BAD_REQUEST comes with google.rpc.BadRequest, a violation for each field that is wrong",
 )
-async def every_violation_is_named(p: Prefill) -> None:
+async def every_violation_is_named(p: PrefillHand) -> None:
     """Sampling fields out of their bounds, each alone and all at once, are named by their paths."""
     for name, use in _OUT_OF_BOUNDS.items():
         request = p.request()
@@ -172,7 +172,7 @@ async def every_violation_is_named(p: Prefill) -> None:
 
 
 @case(715, "and so is one that needs a feature which was not negotiated; neither is ever ignored.")
-async def logprobs_that_were_not_negotiated(p: Prefill) -> None:
+async def logprobs_that_were_not_negotiated(p: PrefillHand) -> None:
     """A request for log-probabilities goes to no D whose Welcome does not list logprobs: it is
     refused by name, and D is asked for no blocks."""
     d = await p.decode()
@@ -187,7 +187,7 @@ async def logprobs_that_were_not_negotiated(p: Prefill) -> None:
     720,
     "ALREADY_EXISTS with DUPLICATE_TRANSFER while the same ref is in flight, which is unharmed;",
 )
-async def the_same_ref_twice(p: Prefill) -> None:
+async def the_same_ref_twice(p: PrefillHand) -> None:
     """A second Prefill of a ref in flight is refused, and the first one is handed over."""
     d = await p.decode()
     d.kv.end.hold()
@@ -201,7 +201,7 @@ async def the_same_ref_twice(p: Prefill) -> None:
 
 
 @case(721, "A greater attempt supersedes a smaller one everywhere")
-async def a_greater_attempt(p: Prefill) -> None:
+async def a_greater_attempt(p: PrefillHand) -> None:
     """Attempt 2 comes while attempt 1 is in flight: that hears SUPERSEDED with both attempts, its D
     hears Release, and attempt 2 is handed over."""
     d, other = await p.decode(), await p.decode()
@@ -222,7 +222,7 @@ async def a_greater_attempt(p: Prefill) -> None:
     "An attempt smaller than the greatest that is in flight or remembered is refused with"
     " ABORTED, STALE_ATTEMPT.",
 )
-async def a_smaller_attempt(p: Prefill) -> None:
+async def a_smaller_attempt(p: PrefillHand) -> None:
     """Attempt 2 comes after attempt 3, while that is in flight and after its end: it is refused,
     and hears both attempts."""
     d = await p.decode()
@@ -241,7 +241,7 @@ async def a_smaller_attempt(p: Prefill) -> None:
 
 
 @case(723, "ABORTED with RELEASED when it has ended here and is remembered,")
-async def a_ref_that_has_ended(p: Prefill) -> None:
+async def a_ref_that_has_ended(p: PrefillHand) -> None:
     """A ref that was handed over, and one that failed, are refused when they come again; the next
     attempt is taken."""
     d = await p.decode()

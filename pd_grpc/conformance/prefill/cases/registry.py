@@ -3,6 +3,6 @@
 from __future__ import annotations
 
 from pd_grpc.conformance.case import Cases
-from pd_grpc.conformance.prefill.subject import Prefill
+from pd_grpc.conformance.prefill.subject import PrefillHand
 
-PREFILL_CASES: Cases[Prefill] = Cases("P")
+PREFILL_CASES: Cases[PrefillHand] = Cases("P")

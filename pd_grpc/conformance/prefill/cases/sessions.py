@@ -5,19 +5,19 @@ from __future__ import annotations
 import asyncio
 
 from pd_grpc.conformance.case import answer_s, expect, expect_equal
-from pd_grpc.conformance.decode.subject import new_epoch
+from pd_grpc.conformance.channels import new_epoch
 from pd_grpc.conformance.prefill.cases.registry import PREFILL_CASES as case
-from pd_grpc.conformance.prefill.decode import CONNECTION_LOST, Times
-from pd_grpc.conformance.prefill.subject import Prefill
+from pd_grpc.conformance.prefill.decode import CONNECTION_LOST, KitTimes
+from pd_grpc.conformance.prefill.subject import PrefillHand
 from pd_grpc.protocol.faults import Fault, Reason
 from pd_grpc.v1 import decode_pb2, types_pb2
 
-QUICK = Times(heartbeat=0.2, lease=0.6, grace=0.4)
+QUICK = KitTimes(heartbeat=0.2, lease=0.6, grace=0.4)
 """Of a D whose heartbeats are watched."""
 
 
 @case(101, "Who P is; its role is ROLE_PREFILL.")
-async def hello_says_who(p: Prefill) -> None:
+async def hello_says_who(p: PrefillHand) -> None:
     """Hello names an instance with the role of a prefill and an epoch, the same to every D."""
     d, other = await p.decode(), await p.decode()
     await p.call(p.request(), d).handed_off()
@@ -29,7 +29,7 @@ async def hello_says_who(p: Prefill) -> None:
 
 
 @case(102, "Its stable name; checked at Hello.")
-async def hello_names_the_decode(p: Prefill) -> None:
+async def hello_names_the_decode(p: PrefillHand) -> None:
     """Hello carries the name of the D that the request means, and none where it means any."""
     named, unnamed = await p.decode(), await p.decode()
     await p.call(p.request(), named).handed_off()
@@ -39,7 +39,7 @@ async def hello_names_the_decode(p: Prefill) -> None:
 
 
 @case(103, "Layouts P can send, best first; at least one.")
-async def hello_offers_its_layout(p: Prefill) -> None:
+async def hello_offers_its_layout(p: PrefillHand) -> None:
     """Hello offers the layout that GetModelInfo tells."""
     d = await p.decode()
     await p.call(p.request(), d).handed_off()
@@ -48,7 +48,7 @@ async def hello_offers_its_layout(p: Prefill) -> None:
 
 
 @case(104, "The standing conversation of one P with one D; one per pair, without a deadline.")
-async def one_session_for_all(p: Prefill) -> None:
+async def one_session_for_all(p: PrefillHand) -> None:
     """Four requests at once for one D share a session."""
     d = await p.decode()
     for caller in [p.call(p.request(), d) for _ in range(4)]:
@@ -57,7 +57,7 @@ async def one_session_for_all(p: Prefill) -> None:
 
 
 @case(105, "Minted by D, never empty; every call of P's carries it.")
-async def calls_carry_the_session(p: Prefill) -> None:
+async def calls_carry_the_session(p: PrefillHand) -> None:
     """Allocate, Transfer, SendFirstToken and Release all carry the session_id of Welcome."""
     d = await p.decode()
     await p.call(p.request(), d).handed_off()
@@ -79,7 +79,7 @@ async def calls_carry_the_session(p: Prefill) -> None:
     106,
     "Allocate, SendFirstToken, Release and Transfer carry the epoch of their session's Welcome.",
 )
-async def calls_carry_the_epoch(p: Prefill) -> None:
+async def calls_carry_the_epoch(p: PrefillHand) -> None:
     """A request whose ref has decode_epoch 0 reaches D with the epoch of its Welcome."""
     d = await p.decode()
     await p.call(p.request(), d).handed_off()
@@ -98,7 +98,7 @@ async def calls_carry_the_epoch(p: Prefill) -> None:
 
 
 @case(107, "Time between two heartbeats of P.")
-async def heartbeats_keep_their_time(p: Prefill) -> None:
+async def heartbeats_keep_their_time(p: PrefillHand) -> None:
     """Heartbeats come as often as Welcome says, neither much later nor without end."""
     d = await p.decode(QUICK)
     await p.call(p.request(), d).handed_off()
@@ -111,7 +111,7 @@ async def heartbeats_keep_their_time(p: Prefill) -> None:
 
 
 @case(108, "Counts from 1 within the session.")
-async def heartbeats_count(p: Prefill) -> None:
+async def heartbeats_count(p: PrefillHand) -> None:
     """The heartbeats of a session are numbered 1 and 2, and those of the next one again."""
     d = await p.decode(QUICK)
     d.kv.chunk.hold()
@@ -128,7 +128,7 @@ async def heartbeats_count(p: Prefill) -> None:
 
 
 @case(109, "Every grant P holds.")
-async def heartbeats_list_grants(p: Prefill) -> None:
+async def heartbeats_list_grants(p: PrefillHand) -> None:
     """Heartbeats list two grants that are held, and one of them no longer once it is given back."""
     d = await p.decode(QUICK)
     d.kv.chunk.hold()
@@ -143,7 +143,7 @@ async def heartbeats_list_grants(p: Prefill) -> None:
 
 
 @case(110, "After hand-off P's lease, session, epoch and Release no longer touch the transfer")
-async def handed_off_is_let_go(p: Prefill) -> None:
+async def handed_off_is_let_go(p: PrefillHand) -> None:
     """After the hand-off neither heartbeats nor Release name the transfer any more."""
     d = await p.decode(QUICK)
     await p.call(p.request(), d).handed_off()
@@ -158,7 +158,7 @@ async def handed_off_is_let_go(p: Prefill) -> None:
     111,
     "Each side takes a session on which it has heard nothing for two of them for broken.",
 )
-async def silence_breaks_a_session(p: Prefill) -> None:
+async def silence_breaks_a_session(p: PrefillHand) -> None:
     """D stops acknowledging heartbeats; P opens another session and goes on with its grant."""
     d = await p.decode(QUICK)
     d.kv.chunk.hold()
@@ -173,7 +173,7 @@ async def silence_breaks_a_session(p: Prefill) -> None:
 
 
 @case(112, "a new session of the same epoch takes them over.")
-async def a_new_session_takes_over(p: Prefill) -> None:
+async def a_new_session_takes_over(p: PrefillHand) -> None:
     """The session breaks twice, without a word and with LEASE_EXPIRED; P comes back as the same
     process, lists its grant and hands over."""
     d = await p.decode()
@@ -199,7 +199,7 @@ async def a_new_session_takes_over(p: Prefill) -> None:
     "UNAVAILABLE with DRAINING while P drains, with ENGINE_STUCK or SENDER_STUCK while it"
     " makes no progress, with DECODE_LOST when D is lost before the hand-off.",
 )
-async def a_decode_that_stays_away(p: Prefill) -> None:
+async def a_decode_that_stays_away(p: PrefillHand) -> None:
     """The session breaks and D takes no other; when grace is over the caller hears DECODE_LOST."""
     d = await p.decode(QUICK)
     d.kv.chunk.hold()
@@ -212,7 +212,7 @@ async def a_decode_that_stays_away(p: Prefill) -> None:
 
 
 @case(114, "Of two instances of one name the greater epoch supersedes")
-async def a_decode_that_restarts(p: Prefill) -> None:
+async def a_decode_that_restarts(p: PrefillHand) -> None:
     """D comes back as a new process: the caller of its predecessor's grant hears DECODE_LOST, or
     STALE_EPOCH from the new one, which the next request reaches by its own epoch."""
     d = await p.decode()
@@ -232,7 +232,7 @@ async def a_decode_that_restarts(p: Prefill) -> None:
 
 
 @case(115, "P ends a session whose layout is another.")
-async def a_layout_not_offered(p: Prefill) -> None:
+async def a_layout_not_offered(p: PrefillHand) -> None:
     """A Welcome that chooses another block size ends the session, and the caller hears which field
     differs."""
     d = await p.decode()
@@ -251,7 +251,7 @@ async def a_layout_not_offered(p: Prefill) -> None:
     "Reserved, false in v1: D samples the first token itself; SendFirstToken then only completes"
     " the hand-over.",
 )
-async def a_welcome_with_a_reserved_feature(p: Prefill) -> None:
+async def a_welcome_with_a_reserved_feature(p: PrefillHand) -> None:
     """A Welcome that says first_token_by_decode is refused by name."""
     d = await p.decode()
     d.hello.answer["first_token_by_decode"] = True
@@ -261,10 +261,10 @@ async def a_welcome_with_a_reserved_feature(p: Prefill) -> None:
 
 
 @case(117, "D leaves on purpose.")
-async def goodbye_of_a_decode(p: Prefill) -> None:
+async def goodbye_of_a_decode(p: PrefillHand) -> None:
     """D says goodbye: the caller of a grant hears DECODE_LOST at once, and the next request finds
     D again."""
-    d = await p.decode(Times(heartbeat=2 * answer_s(), grace=2 * answer_s()))
+    d = await p.decode(KitTimes(heartbeat=2 * answer_s(), grace=2 * answer_s()))
     d.kv.chunk.hold()
     request = p.request()
     caller = p.call(request, d)
@@ -281,7 +281,7 @@ async def goodbye_of_a_decode(p: Prefill) -> None:
     "A message of a stream that has none of the known members is ignored by whoever reads a Session"
     " after its first message, or an answer",
 )
-async def unknown_session_messages(p: Prefill) -> None:
+async def unknown_session_messages(p: PrefillHand) -> None:
     """Messages of a later version on the session and in Transfer change nothing."""
     d = await p.decode(QUICK)
     d.kv.chunk.hold()

@@ -7,7 +7,7 @@ import asyncio
 from pd_grpc.conformance.calls import Stream, answer, refusal
 from pd_grpc.conformance.case import answer_s, expect, expect_equal
 from pd_grpc.conformance.router.cases.registry import ROUTER_CASES as case
-from pd_grpc.conformance.router.subject import Router
+from pd_grpc.conformance.router.subject import RouterHand
 from pd_grpc.protocol.faults import Reason
 from pd_grpc.v1 import admin_pb2, types_pb2
 
@@ -16,7 +16,7 @@ ROUTED, STREAMING = types_pb2.TRANSFER_STATE_ROUTED, types_pb2.TRANSFER_STATE_ST
 
 
 @case(701, "Who this is and how it is.")
-async def server_info(r: Router) -> None:
+async def server_info(r: RouterHand) -> None:
     """GetServerInfo says that a router is here, which one, and that it serves."""
     server = await r.server_info()
     expect_equal(server.instance.role, types_pb2.ROLE_ROUTER, "role")
@@ -26,7 +26,7 @@ async def server_info(r: Router) -> None:
 
 
 @case(702, "Router: both legs are open and no token has come.")
-async def a_request_in_flight_is_listed(r: Router) -> None:
+async def a_request_in_flight_is_listed(r: RouterHand) -> None:
     """ListTransfers has a request as ROUTED, then as STREAMING, and no longer when it has ended."""
     one = await r.routed(request_id=r.name("n"))
     info = await r.listed(one.ref.transfer_id)
@@ -42,7 +42,7 @@ async def a_request_in_flight_is_listed(r: Router) -> None:
 
 
 @case(703, "on the router P's and D's as \"p > d\"")
-async def a_request_is_described(r: Router) -> None:
+async def a_request_is_described(r: RouterHand) -> None:
     """GetTransfer says who has a request, by which name the client knows it, and how long it is."""
     name = r.name("n")
     one = await r.routed(request_id=name)
@@ -61,7 +61,7 @@ async def a_request_is_described(r: Router) -> None:
     704,
     "One transfer, ended ones included while they are remembered. NOT_FOUND with UNKNOWN_TRANSFER.",
 )
-async def an_unknown_transfer(r: Router) -> None:
+async def an_unknown_transfer(r: RouterHand) -> None:
     """GetTransfer tells of one that has just ended, and refuses an id that nobody has."""
     one = await r.routed()
     await one.finish(ANSWER)
@@ -76,7 +76,7 @@ async def an_unknown_transfer(r: Router) -> None:
 
 
 @case(705, "Ends a transfer by hand: its client and its peer hear RELEASED.")
-async def an_operator_ends_a_request(r: Router) -> None:
+async def an_operator_ends_a_request(r: RouterHand) -> None:
     """ReleaseTransfer ends a request: the client hears RELEASED, both legs are cancelled."""
     one = await r.routed()
     call = admin_pb2.ReleaseTransferRequest(transfer_id=one.ref.transfer_id, reason="a test")
@@ -86,7 +86,7 @@ async def an_operator_ends_a_request(r: Router) -> None:
 
 
 @case(706, "Every change of state from now on; no deadline.")
-async def changes_are_pushed(r: Router) -> None:
+async def changes_are_pushed(r: RouterHand) -> None:
     """WatchTransfers tells of a request until its end."""
     call = r.admin.WatchTransfers(admin_pb2.WatchTransfersRequest())
     watch = Stream(call, "WatchTransfers", r.transcript)
@@ -104,7 +104,7 @@ async def changes_are_pushed(r: Router) -> None:
     expect(states[0] in (ROUTED, STREAMING), "its beginning before its end", states)
 
 
-async def _hears(r: Router, watch: Stream) -> None:
+async def _hears(r: RouterHand, watch: Stream) -> None:
     """Make requests until the watch tells of one: it is open then."""
     heard = asyncio.ensure_future(watch.read("a change of a request", 2 * answer_s()))
     while not heard.done():

@@ -10,7 +10,7 @@ from pd_grpc.conformance.request import BUDGET_S
 from pd_grpc.conformance.router.answers import P_TIMES_S, handed_off, last, tokens
 from pd_grpc.conformance.router.cases.registry import ROUTER_CASES as case
 from pd_grpc.conformance.router.routed import Routed
-from pd_grpc.conformance.router.subject import LOOK_AGAIN_S, Router
+from pd_grpc.conformance.router.subject import LOOK_AGAIN_S, RouterHand
 from pd_grpc.protocol.messages import seconds
 from pd_grpc.v1 import inference_pb2, inference_pb2_grpc, sampling_pb2, types_pb2
 
@@ -24,7 +24,7 @@ SMALL_WINDOW = (("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_bytes", 6553
 
 
 @case(301, "A piece of an answer. Carries every token that is ready.")
-async def tokens_come_as_they_are_made(r: Router) -> None:
+async def tokens_come_as_they_are_made(r: RouterHand) -> None:
     """Each token is shown while D has said no more, in order."""
     one = await r.routed()
     one.hand_over()
@@ -36,7 +36,7 @@ async def tokens_come_as_they_are_made(r: Router) -> None:
 
 
 @case(302, "Set on the last message, and only there: an answer without it is not complete.")
-async def the_finish_reason_comes_last(r: Router) -> None:
+async def the_finish_reason_comes_last(r: RouterHand) -> None:
     """The reason that D gives is on the last message alone."""
     for reason in (types_pb2.FINISH_REASON_STOP, types_pb2.FINISH_REASON_LENGTH):
         one = await r.routed()
@@ -50,7 +50,7 @@ async def the_finish_reason_comes_last(r: Router) -> None:
 
 
 @case(303, "New tokens; may be empty in the last message.")
-async def a_last_message_without_tokens(r: Router) -> None:
+async def a_last_message_without_tokens(r: RouterHand) -> None:
     """D's last message has no token: the answer is complete all the same."""
     one = await r.routed()
     one.hand_over()
@@ -62,7 +62,7 @@ async def a_last_message_without_tokens(r: Router) -> None:
 
 
 @case(304, "Token counts of one request, equal in aggregated and disaggregated mode.")
-async def usage_is_what_decode_counted(r: Router) -> None:
+async def usage_is_what_decode_counted(r: RouterHand) -> None:
     """The last message has D's usage."""
     one = await r.routed()
     await one.finish(ANSWER)
@@ -70,7 +70,7 @@ async def usage_is_what_decode_counted(r: Router) -> None:
 
 
 @case(305, "route, queue, prepare, compute and first_token add up to the time to first token.")
-async def timings_add_up(r: Router) -> None:
+async def timings_add_up(r: RouterHand) -> None:
     """The last message has the router's timings with P's part, and they fit into the total."""
     one = await r.routed()
     one.hand_over()
@@ -93,7 +93,7 @@ async def timings_add_up(r: Router) -> None:
 
 
 @case(306, "Set by the router on the last message: name of the instance that prefilled.")
-async def the_last_message_names_the_instances(r: Router) -> None:
+async def the_last_message_names_the_instances(r: RouterHand) -> None:
     """The last message names P and D."""
     one = await r.routed()
     await one.finish(ANSWER)
@@ -102,7 +102,7 @@ async def the_last_message_names_the_instances(r: Router) -> None:
 
 
 @case(310, "Their text, from the router; D leaves it empty.")
-async def text_is_the_same_whatever_the_pieces(r: Router) -> None:
+async def text_is_the_same_whatever_the_pieces(r: RouterHand) -> None:
     """The same tokens have the same text, in one message of D's or in one for each."""
     texts = []
     for size in (len(ANSWER), 1):
@@ -123,7 +123,7 @@ async def text_is_the_same_whatever_the_pieces(r: Router) -> None:
     "Text whose last character is incomplete, or that may be the beginning of a stop string, "
     "comes with a later message.",
 )
-async def characters_are_not_split(r: Router) -> None:
+async def characters_are_not_split(r: RouterHand) -> None:
     """The tokens of a text with long characters are shown one by one: no character is cut."""
     text = "na\u00efve \U0001f99c caf\u00e9"
     probe = await r.routed(text=text)
@@ -143,7 +143,7 @@ async def characters_are_not_split(r: Router) -> None:
 
 
 @case(312, "Strings that end the answer; the text ends before them.")
-async def text_ends_before_a_stop_string(r: Router) -> None:
+async def text_ends_before_a_stop_string(r: RouterHand) -> None:
     """The text of an answer that D ended at a stop string ends before it; every token is shown."""
     whole = await _text_of(r, ANSWER)
     stop = whole[-2:]
@@ -163,7 +163,7 @@ async def text_ends_before_a_stop_string(r: Router) -> None:
 
 
 @case(313, "or that may be the beginning of a stop string, comes with a later message")
-async def the_beginning_of_a_stop_string_waits(r: Router) -> None:
+async def the_beginning_of_a_stop_string_waits(r: RouterHand) -> None:
     """Text that a stop string begins with is shown no sooner than it is known not to be one."""
     begun = await _text_of(r, ANSWER[:3])
     whole = await _text_of(r, ANSWER)
@@ -182,7 +182,7 @@ async def the_beginning_of_a_stop_string_waits(r: Router) -> None:
 
 
 @case(320, "One per token where sampling.logprobs asks for it.")
-async def logprobs_pass(r: Router) -> None:
+async def logprobs_pass(r: RouterHand) -> None:
     """The log-probabilities that D reports reach the client, one for each token."""
     one = await r.routed(
         sampling=sampling_pb2.SamplingParams(max_tokens=8, temperature=0, logprobs=1)
@@ -198,7 +198,7 @@ async def logprobs_pass(r: Router) -> None:
 
 
 @case(330, "A slow reader gets fewer, larger messages.")
-async def a_slow_reader_loses_nothing(r: Router) -> None:
+async def a_slow_reader_loses_nothing(r: RouterHand) -> None:
     """A client that reads nothing until D has ended gets every token, in fewer messages than D
     sent."""
     count = SLOW_TOKENS * SLOW_MESSAGES
@@ -227,7 +227,7 @@ async def a_slow_reader_loses_nothing(r: Router) -> None:
     expect(len(messages) < limit, f"fewer than {limit} messages", len(messages))
 
 
-async def _until_taken(r: Router, transfer_id: str, count: int) -> None:
+async def _until_taken(r: RouterHand, transfer_id: str, count: int) -> None:
     """Wait until the router has so many tokens of a request. One that takes no more than its client
     reads never does; it is left alone after a while."""
     until = time.monotonic() + answer_s()
@@ -243,7 +243,7 @@ def _text(one: Routed) -> str:
     return "".join(message.text for message in one.client.messages)
 
 
-async def _text_of(r: Router, ids: list[int]) -> str:
+async def _text_of(r: RouterHand, ids: list[int]) -> str:
     """The text that the router has for tokens."""
     one = await r.routed()
     await one.finish(ids)

@@ -9,7 +9,7 @@ from pd_grpc.conformance.case import expect
 from pd_grpc.conformance.router.answers import progress, queued
 from pd_grpc.conformance.router.cases.registry import ROUTER_CASES as case
 from pd_grpc.conformance.router.routed import Routed
-from pd_grpc.conformance.router.subject import Router
+from pd_grpc.conformance.router.subject import RouterHand
 from pd_grpc.protocol.faults import Fault, Reason
 
 ANSWER = [901, 902, 903]
@@ -21,7 +21,7 @@ TRIES = 3
 
 
 @case(501, "cancelling it ends the request everywhere")
-async def the_client_leaves_at_once(r: Router) -> None:
+async def the_client_leaves_at_once(r: RouterHand) -> None:
     """The client cancels before any token: both legs are cancelled."""
     one = await r.routed()
     one.prefill.send(queued())
@@ -30,7 +30,7 @@ async def the_client_leaves_at_once(r: Router) -> None:
 
 
 @case(502, "cancelling it ends the request everywhere")
-async def the_client_leaves_in_mid_answer(r: Router) -> None:
+async def the_client_leaves_in_mid_answer(r: RouterHand) -> None:
     """The client cancels when D alone has the request: D's leg is cancelled."""
     one = await r.routed()
     one.hand_over()
@@ -41,7 +41,7 @@ async def the_client_leaves_in_mid_answer(r: Router) -> None:
 
 
 @case(503, "unique in flight")
-async def a_name_is_free_when_its_client_has_left(r: Router) -> None:
+async def a_name_is_free_when_its_client_has_left(r: RouterHand) -> None:
     """The name of a request whose client has left can be used again."""
     name = r.name("n")
     one = await r.routed(request_id=name)
@@ -52,7 +52,7 @@ async def a_name_is_free_when_its_client_has_left(r: Router) -> None:
 
 
 @case(511, "The client's deadline is the request's budget and only shrinks.")
-async def the_deadline_passes_on(r: Router) -> None:
+async def the_deadline_passes_on(r: RouterHand) -> None:
     """Both legs have a deadline no later than the client's."""
     one = await r.routed(timeout_s=LONG_S)
     for leg in (one.prefill, one.decode):
@@ -63,7 +63,7 @@ async def the_deadline_passes_on(r: Router) -> None:
 
 
 @case(512, "The call's deadline is the request's budget, without one the server's default")
-async def a_default_deadline(r: Router) -> None:
+async def a_default_deadline(r: RouterHand) -> None:
     """A call without a deadline: both legs have one."""
     one = await r.routed(timeout_s=None)
     for leg in (one.prefill, one.decode):
@@ -76,7 +76,7 @@ async def a_default_deadline(r: Router) -> None:
     "Each hop answers 100 ms before its budget ends, so that its details reach the caller before "
     "the caller's own timer fires.",
 )
-async def the_time_ends_before_the_hand_off(r: Router) -> None:
+async def the_time_ends_before_the_hand_off(r: RouterHand) -> None:
     """The time ends while P computes: the client hears the stage, not its own timer, and both legs
     are over."""
 
@@ -90,7 +90,7 @@ async def the_time_ends_before_the_hand_off(r: Router) -> None:
 
 
 @case(514, "A DEADLINE_EXCEEDED with STAGE_DEADLINE names the stage that spent the time")
-async def the_time_ends_in_decode(r: Router) -> None:
+async def the_time_ends_in_decode(r: RouterHand) -> None:
     """The time ends after the hand-off: the stage is decode."""
 
     async def decode(one: Routed) -> None:
@@ -103,7 +103,7 @@ async def the_time_ends_in_decode(r: Router) -> None:
     await one.decode.over("D's leg over with the request's time")
 
 
-async def _spent(r: Router, begin: Callable[[Routed], Awaitable[None]]) -> tuple[Routed, str]:
+async def _spent(r: RouterHand, begin: Callable[[Routed], Awaitable[None]]) -> tuple[Routed, str]:
     """A request that is begun and whose time then ends, with the stage that its client is told of.
 
     A busy machine may hold the answer up for the 100 ms in which it must come, so that the client's

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pd_grpc.conformance.calls import answer
 from pd_grpc.conformance.case import NotApplicable, answer_s, expect_equal
 from pd_grpc.conformance.router.cases.registry import ROUTER_CASES as case
-from pd_grpc.conformance.router.subject import Router
+from pd_grpc.conformance.router.subject import RouterHand
 from pd_grpc.protocol.faults import Reason
 from pd_grpc.protocol.messages import duration
 from pd_grpc.v1 import admin_pb2
@@ -19,7 +19,7 @@ DRAIN_S = 0.5
     "Takes nothing new, finishes what runs until the deadline, then exits; what is left by "
     "then fails with UNAVAILABLE, DRAINING.",
 )
-async def drain(r: Router) -> None:
+async def drain(r: RouterHand) -> None:
     """A draining router refuses what is new, finishes one request, and ends another with DRAINING
     when the deadline has come."""
     if r.subject.drained:

@@ -7,7 +7,7 @@ import grpc
 from pd_grpc.conformance.case import broken, expect, expect_equal
 from pd_grpc.conformance.router.answers import handed_off
 from pd_grpc.conformance.router.cases.registry import ROUTER_CASES as case
-from pd_grpc.conformance.router.subject import Router
+from pd_grpc.conformance.router.subject import RouterHand
 from pd_grpc.protocol.faults import STATUS_TABLE, Code, Fault, Quota, Reason, Retry
 from pd_grpc.v1 import types_pb2
 
@@ -28,7 +28,7 @@ PASSED_ON = [r for r in Reason if r not in NOT_FROM_INSTANCES | CONSEQUENCES | M
 
 
 @case(401, "A failure carries the code that the status table lets a client see, and its reason.")
-async def each_failure_of_prefill(r: Router) -> None:
+async def each_failure_of_prefill(r: RouterHand) -> None:
     """P fails for each reason of the status table: the client hears the reason, with the code meant
     for it, and D's leg is cancelled."""
     for reason in PASSED_ON:
@@ -42,7 +42,7 @@ async def each_failure_of_prefill(r: Router) -> None:
 
 
 @case(402, "A failure carries the code that the status table lets a client see")
-async def each_failure_of_decode(r: Router) -> None:
+async def each_failure_of_decode(r: RouterHand) -> None:
     """D fails for each reason of the status table: the client hears the reason, with the code meant
     for it, and P's leg is cancelled."""
     for reason in PASSED_ON:
@@ -55,7 +55,7 @@ async def each_failure_of_decode(r: Router) -> None:
 
 
 @case(403, "NO_BLOCKS, and QUEUE_FULL of D, come with RetryInfo and QuotaFailure.")
-async def details_pass(r: Router) -> None:
+async def details_pass(r: RouterHand) -> None:
     """A refusal's details reach the client."""
     one = await r.routed()
     quota = Quota(needed=7, free=2)
@@ -66,7 +66,7 @@ async def details_pass(r: Router) -> None:
 
 
 @case(404, "A failure of one leg before the hand-off cancels the other.")
-async def decode_fails_while_prefill_computes(r: Router) -> None:
+async def decode_fails_while_prefill_computes(r: RouterHand) -> None:
     """D fails after P has begun: P is told by the cancelled call."""
     one = await r.routed()
     one.decode.fail(Fault(Reason.ENGINE_ERROR, "boom"))
@@ -75,7 +75,7 @@ async def decode_fails_while_prefill_computes(r: Router) -> None:
 
 
 @case(405, "Tokens that came before a failure are given to the client before it.")
-async def tokens_come_before_a_failure(r: Router) -> None:
+async def tokens_come_before_a_failure(r: RouterHand) -> None:
     """D sends tokens and fails in the same breath: the client has them all, then the failure."""
     one = await r.routed()
     one.hand_over()
@@ -87,7 +87,7 @@ async def tokens_come_before_a_failure(r: Router) -> None:
 
 
 @case(406, "What happens to P after handed_off changes nothing.")
-async def prefill_fails_after_the_hand_off(r: Router) -> None:
+async def prefill_fails_after_the_hand_off(r: RouterHand) -> None:
     """P hands over and then fails: the answer goes on to its end."""
     one = await r.routed()
     one.prefill.send(handed_off(r.d, len(one.prompt)))
@@ -102,7 +102,7 @@ async def prefill_fails_after_the_hand_off(r: Router) -> None:
 
 
 @case(407, "an answer without it is not complete")
-async def an_answer_without_its_end(r: Router) -> None:
+async def an_answer_without_its_end(r: RouterHand) -> None:
     """D ends its answer with OK and without a finish_reason: the client is told of a failure."""
     one = await r.routed()
     one.hand_over()
@@ -115,7 +115,7 @@ async def an_answer_without_its_end(r: Router) -> None:
 
 
 @case(408, "UNAVAILABLE then means that the peer is lost, and no other is retried.")
-async def a_status_of_the_transports(r: Router) -> None:
+async def a_status_of_the_transports(r: RouterHand) -> None:
     """A bare RESOURCE_EXHAUSTED, which is a message too large, is not told as a lack of blocks or
     anything that another try helps against."""
     one = await r.routed()
@@ -131,7 +131,7 @@ async def a_status_of_the_transports(r: Router) -> None:
     409,
     "A reason that the reader does not know is read by its code, as a status of the transport's.",
 )
-async def a_reason_of_a_later_version(r: Router) -> None:
+async def a_reason_of_a_later_version(r: RouterHand) -> None:
     """D fails in mid-answer with UNAVAILABLE and a reason of a later version: D is lost."""
     one = await r.routed()
     one.hand_over()
@@ -142,7 +142,7 @@ async def a_reason_of_a_later_version(r: Router) -> None:
 
 
 @case(410, "Set on the last message, and only there")
-async def a_finished_answer_stays_finished(r: Router) -> None:
+async def a_finished_answer_stays_finished(r: RouterHand) -> None:
     """P fails after D's last message: the answer is complete all the same."""
     one = await r.routed()
     one.say(ANSWER[0])

@@ -6,14 +6,14 @@ from pd_grpc.conformance.calls import answer
 from pd_grpc.conformance.case import answer_s, expect, expect_equal
 from pd_grpc.conformance.router.cases.registry import ROUTER_CASES as case
 from pd_grpc.conformance.router.instance import MODEL
-from pd_grpc.conformance.router.subject import Router
+from pd_grpc.conformance.router.subject import RouterHand
 from pd_grpc.v1 import inference_pb2, sampling_pb2
 
 ANSWER = [901, 902, 903]
 
 
 @case(101, "Prompt plus output may have at most this many tokens.")
-async def model_info_is_that_of_the_instances(r: Router) -> None:
+async def model_info_is_that_of_the_instances(r: RouterHand) -> None:
     """GetModelInfo gives the limits that the instances behind the router announce."""
     request = inference_pb2.GetModelInfoRequest()
     call = r.inference.GetModelInfo(request, timeout=answer_s())
@@ -23,7 +23,7 @@ async def model_info_is_that_of_the_instances(r: Router) -> None:
 
 
 @case(102, "The KV layout; unset on the router.")
-async def model_info_has_no_layout(r: Router) -> None:
+async def model_info_has_no_layout(r: RouterHand) -> None:
     """GetModelInfo has no layout."""
     request = inference_pb2.GetModelInfoRequest()
     call = r.inference.GetModelInfo(request, timeout=answer_s())
@@ -32,7 +32,7 @@ async def model_info_has_no_layout(r: Router) -> None:
 
 
 @case(103, "At least one, each below the vocabulary's size; packed, up to a million.")
-async def token_ids_pass_unchanged(r: Router) -> None:
+async def token_ids_pass_unchanged(r: RouterHand) -> None:
     """A prompt of token ids reaches both legs as it was sent."""
     prompt = r.prompt(40)
     one = await r.routed(token_ids=inference_pb2.TokenIds(ids=prompt))
@@ -42,7 +42,7 @@ async def token_ids_pass_unchanged(r: Router) -> None:
 
 
 @case(104, "Plain text; no chat template is applied.")
-async def text_is_tokenized_alike_for_both(r: Router) -> None:
+async def text_is_tokenized_alike_for_both(r: RouterHand) -> None:
     """A text becomes the same token ids on both legs, and a longer one begins with them."""
     one = await r.routed(text="The quick brown fox")
     ids = list(one.prefill.request.token_ids)
@@ -58,7 +58,7 @@ async def text_is_tokenized_alike_for_both(r: Router) -> None:
 
 
 @case(105, "A conversation, through the model's chat template.")
-async def a_conversation_goes_through_the_template(r: Router) -> None:
+async def a_conversation_goes_through_the_template(r: RouterHand) -> None:
     """Messages become the same token ids on both legs, which differ from their bare text's and
     with the roles."""
     prompts = []
@@ -83,7 +83,7 @@ async def a_conversation_goes_through_the_template(r: Router) -> None:
 
 
 @case(106, "0 means the router's default (256 unless configured); P and D refuse 0.")
-async def max_tokens_is_filled_in(r: Router) -> None:
+async def max_tokens_is_filled_in(r: RouterHand) -> None:
     """A request without max_tokens has the same number above 0 on both legs."""
     one = await r.routed(sampling=sampling_pb2.SamplingParams(temperature=0))
     filled = one.prefill.request.sampling.max_tokens
@@ -93,7 +93,7 @@ async def max_tokens_is_filled_in(r: Router) -> None:
 
 
 @case(107, "0 means the router's default (256 unless configured)")
-async def the_default_shrinks_to_fit(r: Router) -> None:
+async def the_default_shrinks_to_fit(r: RouterHand) -> None:
     """A request without max_tokens whose prompt leaves room for five is given no more."""
     room = 5
     prompt = [7] * (r.subject.info.max_model_len - room)
@@ -109,7 +109,7 @@ async def the_default_shrinks_to_fit(r: Router) -> None:
 @case(
     108, "Unset: the router mints one where the temperature is not 0, so that a retry answers alike"
 )
-async def a_seed_is_minted(r: Router) -> None:
+async def a_seed_is_minted(r: RouterHand) -> None:
     """Sampled requests without a seed get one, the same on both legs and another for each."""
     seeds = []
     for _ in range(2):
@@ -128,7 +128,7 @@ async def a_seed_is_minted(r: Router) -> None:
     "Both carry one ref, whose attempt is 1 at first, the same prompt as token ids and the "
     "same sampling.",
 )
-async def sampling_passes_unchanged(r: Router) -> None:
+async def sampling_passes_unchanged(r: RouterHand) -> None:
     """Sampling with every field set, and seeds at their bounds, reaches both legs as it was
     sent."""
     for seed in (0, 2**64 - 1):
@@ -155,7 +155,7 @@ async def sampling_passes_unchanged(r: Router) -> None:
     "Set by the router on its first message: the request's name, minted where the client "
     "gave none.",
 )
-async def a_request_id_is_minted(r: Router) -> None:
+async def a_request_id_is_minted(r: RouterHand) -> None:
     """Requests without a name are given one each, on the first message."""
     names = []
     for _ in range(2):
@@ -167,7 +167,7 @@ async def a_request_id_is_minted(r: Router) -> None:
 
 
 @case(111, "The client's name for the request, up to 128 characters, unique in flight.")
-async def a_request_id_is_kept(r: Router) -> None:
+async def a_request_id_is_kept(r: RouterHand) -> None:
     """A name of 128 characters is told back on the first message."""
     name = r.name("n").ljust(128, "x")
     one = await r.routed(request_id=name)
@@ -176,7 +176,7 @@ async def a_request_id_is_kept(r: Router) -> None:
 
 
 @case(112, "Counts as output and not as prompt, and is never emitted again.")
-async def earlier_output_passes_and_is_not_shown_again(r: Router) -> None:
+async def earlier_output_passes_and_is_not_shown_again(r: RouterHand) -> None:
     """Output that the client has already reaches both legs as such, and the answer has neither its
     tokens nor its text again."""
     earlier = [911, 912]

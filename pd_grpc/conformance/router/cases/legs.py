@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pd_grpc.conformance.case import expect, expect_equal
 from pd_grpc.conformance.router.answers import placing, queued
 from pd_grpc.conformance.router.cases.registry import ROUTER_CASES as case
-from pd_grpc.conformance.router.subject import Router
+from pd_grpc.conformance.router.subject import RouterHand
 from pd_grpc.protocol.faults import Fault, Reason
 
 ANSWER = [901, 902, 903]
@@ -23,14 +23,14 @@ IDS = 32
     "A router opens both legs of a request at once, Prefill on P and Generate on D, and "
     "neither waits for the other.",
 )
-async def both_legs_at_once(r: Router) -> None:
+async def both_legs_at_once(r: RouterHand) -> None:
     """Both legs come although neither P nor D says anything."""
     one = await r.routed()
     await one.finish(ANSWER)
 
 
 @case(202, "1 to 128 characters of [A-Za-z0-9._:-]")
-async def one_ref_on_both_legs(r: Router) -> None:
+async def one_ref_on_both_legs(r: RouterHand) -> None:
     """Both legs carry the same well-formed transfer_id, and attempt 1."""
     one = await r.routed()
     p, d = one.prefill.request.ref, one.decode.request.handoff.ref
@@ -42,7 +42,7 @@ async def one_ref_on_both_legs(r: Router) -> None:
 
 
 @case(203, "unique for ever; at least 128 random bits when pd-grpc mints it")
-async def transfer_ids_are_random(r: Router) -> None:
+async def transfer_ids_are_random(r: RouterHand) -> None:
     """The ids of requests with one and the same request_id, one after another, are all different
     and random."""
     ids = []
@@ -62,7 +62,7 @@ def _random_bits(ids: Sequence[str]) -> float:
 
 
 @case(204, "Name of the D that is meant; another D refuses with WRONG_INSTANCE.")
-async def the_legs_name_their_instances(r: Router) -> None:
+async def the_legs_name_their_instances(r: RouterHand) -> None:
     """Each leg that names the instance it means names the one that it reaches, and decode_epoch is
     D's own or 0."""
     one = await r.routed()
@@ -77,7 +77,7 @@ async def the_legs_name_their_instances(r: Router) -> None:
 
 
 @case(205, "Where to hand over: the first one, then alternates in order.")
-async def prefill_is_told_of_the_decode_instance(r: Router) -> None:
+async def prefill_is_told_of_the_decode_instance(r: RouterHand) -> None:
     """Prefill names D's control endpoint, and D's name or none."""
     one = await r.routed()
     targets = one.prefill.request.decodes
@@ -87,7 +87,7 @@ async def prefill_is_told_of_the_decode_instance(r: Router) -> None:
 
 
 @case(206, "The D that it calls is the first of Prefill's decodes.")
-async def the_first_choice_has_the_leg(r: Router) -> None:
+async def the_first_choice_has_the_leg(r: RouterHand) -> None:
     """With two Ds to choose from, the one that is called is the first that P is told of."""
     other = await r.offers_alternate()
     for _ in range(2):
@@ -99,7 +99,7 @@ async def the_first_choice_has_the_leg(r: Router) -> None:
 
 
 @case(207, "On placing it moves the client's leg to the D named there, under the same ref.")
-async def placing_moves_the_leg(r: Router) -> None:
+async def placing_moves_the_leg(r: RouterHand) -> None:
     """Placing brings the leg to the other D, which then answers; the first D's leg ends."""
     other = await r.offers_alternate()
     one = await r.routed()
@@ -120,7 +120,7 @@ async def placing_moves_the_leg(r: Router) -> None:
 
 
 @case(208, "A refusal of the leg by the D that P is about to leave does not end the request.")
-async def a_refusal_waits_for_placing(r: Router) -> None:
+async def a_refusal_waits_for_placing(r: RouterHand) -> None:
     """D drains and refuses its leg, then P turns to the other D, which answers."""
     other = await r.offers_alternate()
     one = await r.routed()

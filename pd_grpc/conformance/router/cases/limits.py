@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pd_grpc.conformance.case import expect, expect_equal
 from pd_grpc.conformance.router.cases.registry import ROUTER_CASES as case
-from pd_grpc.conformance.router.subject import Router
+from pd_grpc.conformance.router.subject import RouterHand
 from pd_grpc.v1 import inference_pb2, sampling_pb2
 
 ANSWER = [901, 902, 903]
@@ -13,7 +13,7 @@ LARGE = 20_000
 
 
 @case(821, "At least one, each below the vocabulary's size; packed, up to a million.")
-async def a_prompt_of_a_million_tokens(r: Router) -> None:
+async def a_prompt_of_a_million_tokens(r: RouterHand) -> None:
     """A prompt of a million tokens reaches both legs whole."""
     vocab = r.subject.info.vocab_size
     ids = [vocab - 1 - n % 1000 for n in range(MILLION)]
@@ -25,7 +25,7 @@ async def a_prompt_of_a_million_tokens(r: Router) -> None:
 
 
 @case(822, "A piece of an answer. Carries every token that is ready.")
-async def a_large_piece_of_an_answer(r: Router) -> None:
+async def a_large_piece_of_an_answer(r: RouterHand) -> None:
     """D sends twenty thousand tokens in one message: the client has them all."""
     ids = [300 + n % 1000 for n in range(LARGE)]
     sampling = sampling_pb2.SamplingParams(max_tokens=len(ids), temperature=0)
@@ -39,7 +39,7 @@ async def a_large_piece_of_an_answer(r: Router) -> None:
 
 
 @case(823, "At most 16, each 1 to 256 characters; empty: none.")
-async def sampling_at_its_bounds(r: Router) -> None:
+async def sampling_at_its_bounds(r: RouterHand) -> None:
     """Sampling with every list and number at its bound passes."""
     sampling = sampling_pb2.SamplingParams(
         max_tokens=8,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pd_grpc.conformance.case import expect
 from pd_grpc.conformance.router.answers import queued
 from pd_grpc.conformance.router.cases.registry import ROUTER_CASES as case
-from pd_grpc.conformance.router.subject import Router
+from pd_grpc.conformance.router.subject import RouterHand
 from pd_grpc.protocol.faults import Fault, Reason
 from pd_grpc.v1 import types_pb2
 
@@ -13,7 +13,7 @@ ANSWER = [901, 902, 903]
 
 
 @case(421, "P was lost before the hand-off")
-async def prefill_is_lost(r: Router) -> None:
+async def prefill_is_lost(r: RouterHand) -> None:
     """P's connection is lost while D waits: the client hears PREFILL_LOST, D's leg is cancelled."""
     one = await r.routed()
     one.prefill.send(queued())
@@ -23,7 +23,7 @@ async def prefill_is_lost(r: Router) -> None:
 
 
 @case(422, "D was lost before the end")
-async def decode_is_lost_before_the_first_token(r: Router) -> None:
+async def decode_is_lost_before_the_first_token(r: RouterHand) -> None:
     """D's connection is lost while P computes: the client hears DECODE_LOST, P's leg is
     cancelled."""
     one = await r.routed()
@@ -33,7 +33,7 @@ async def decode_is_lost_before_the_first_token(r: Router) -> None:
 
 
 @case(423, "D was lost before the end")
-async def decode_is_lost_in_mid_answer(r: Router) -> None:
+async def decode_is_lost_in_mid_answer(r: RouterHand) -> None:
     """D's connection is lost after two tokens: the client has them, and hears DECODE_LOST."""
     one = await r.routed()
     one.hand_over()
@@ -44,7 +44,7 @@ async def decode_is_lost_in_mid_answer(r: Router) -> None:
 
 
 @case(424, "What happens to P after handed_off changes nothing.")
-async def prefill_is_lost_after_the_hand_off(r: Router) -> None:
+async def prefill_is_lost_after_the_hand_off(r: RouterHand) -> None:
     """P's connection is lost after it handed over: the answer goes on to its end."""
     one = await r.routed()
     one.hand_over()
@@ -58,7 +58,7 @@ async def prefill_is_lost_after_the_hand_off(r: Router) -> None:
 
 
 @case(425, "After hand-off P's lease, session, epoch and Release no longer touch the transfer")
-async def prefill_is_lost_before_it_told_of_the_hand_off(r: Router) -> None:
+async def prefill_is_lost_before_it_told_of_the_hand_off(r: RouterHand) -> None:
     """P's connection is lost when D, as its tokens show, has the request already: the answer goes
     on to its end."""
     one = await r.routed()
@@ -72,7 +72,7 @@ async def prefill_is_lost_before_it_told_of_the_hand_off(r: Router) -> None:
 
 
 @case(426, "An instance that was restarted is met under its new epoch.")
-async def decode_restarts(r: Router) -> None:
+async def decode_restarts(r: RouterHand) -> None:
     """D is gone and comes back as another process: the next request means that one."""
     before = r.d.instance.epoch
     await r.instances.cut(r.d)
@@ -87,7 +87,7 @@ async def decode_restarts(r: Router) -> None:
 
 
 @case(427, "the call means another process of the instance, or comes from a superseded one")
-async def decode_restarts_unseen(r: Router) -> None:
+async def decode_restarts_unseen(r: RouterHand) -> None:
     """D restarted behind a proxy that kept the connection: the request that means the old process
     fails with STALE_EPOCH, and the next one means the new one."""
     one = await r.routed()

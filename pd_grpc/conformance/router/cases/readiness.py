@@ -9,7 +9,7 @@ from pd_grpc.conformance.calls import Stream
 from pd_grpc.conformance.case import expect, expect_equal
 from pd_grpc.conformance.router.cases.registry import ROUTER_CASES as case
 from pd_grpc.conformance.router.instance import KitInstance
-from pd_grpc.conformance.router.subject import INFERENCE, Router
+from pd_grpc.conformance.router.subject import INFERENCE, RouterHand
 from pd_grpc.protocol.faults import Reason
 from pd_grpc.v1 import admin_pb2
 
@@ -17,18 +17,18 @@ ANSWER = [901, 902, 903]
 
 
 @case(601, "A router takes requests while an instance of each role that it needs does.")
-async def no_prefill_is_ready(r: Router) -> None:
+async def no_prefill_is_ready(r: RouterHand) -> None:
     """P turns NOT_SERVING: so does the router, until P is back."""
     await _not_ready_without(r, r.p)
 
 
 @case(602, "A router takes requests while an instance of each role that it needs does.")
-async def no_decode_is_ready(r: Router) -> None:
+async def no_decode_is_ready(r: RouterHand) -> None:
     """D turns NOT_SERVING: so does the router, until D is back."""
     await _not_ready_without(r, r.d)
 
 
-async def _not_ready_without(r: Router, instance: KitInstance) -> None:
+async def _not_ready_without(r: RouterHand, instance: KitInstance) -> None:
     await r.turns(True)
     r.instances.set_ready(instance, False)
     await r.turns(False)
@@ -39,7 +39,7 @@ async def _not_ready_without(r: Router, instance: KitInstance) -> None:
 
 
 @case(603, "the router has no ready instance of a role")
-async def refused_for_want_of_an_instance(r: Router) -> None:
+async def refused_for_want_of_an_instance(r: RouterHand) -> None:
     """Requests are refused with NO_INSTANCE while P is not ready, and while D is not."""
     for instance in (r.p, r.d):
         r.instances.set_ready(instance, False)
@@ -50,7 +50,7 @@ async def refused_for_want_of_an_instance(r: Router) -> None:
 
 
 @case(604, "the router has no ready instance of a role")
-async def a_lost_instance_is_not_ready(r: Router) -> None:
+async def a_lost_instance_is_not_ready(r: RouterHand) -> None:
     """Requests are refused with NO_INSTANCE while P's connection is lost, and answered when it is
     back."""
     await r.instances.cut(r.p)
@@ -63,7 +63,7 @@ async def a_lost_instance_is_not_ready(r: Router) -> None:
 
 
 @case(605, "the empty name is SERVING while the process is up")
-async def liveness_is_not_readiness(r: Router) -> None:
+async def liveness_is_not_readiness(r: RouterHand) -> None:
     """A router without a ready P is alive."""
     r.instances.set_ready(r.p, False)
     await r.turns(False)
@@ -75,7 +75,7 @@ async def liveness_is_not_readiness(r: Router) -> None:
     606,
     "the full name of a service of its own while it takes new requests, and NOT_SERVING otherwise",
 )
-async def readiness_is_pushed(r: Router) -> None:
+async def readiness_is_pushed(r: RouterHand) -> None:
     """A health Watch is told when the router turns NOT_SERVING, and when it is back."""
     request = health_pb2.HealthCheckRequest(service=INFERENCE)
     watch = Stream(r.health.Watch(request), "Watch", r.transcript)
@@ -93,7 +93,7 @@ async def readiness_is_pushed(r: Router) -> None:
 
 
 @case(607, "A router serves reflection too.")
-async def reflection_lists_the_services(r: Router) -> None:
+async def reflection_lists_the_services(r: RouterHand) -> None:
     """Reflection lists InferenceService."""
     stub = reflection_pb2_grpc.ServerReflectionStub(r.channel)
     stream = Stream(stub.ServerReflectionInfo(), "ServerReflectionInfo", r.transcript)
@@ -107,7 +107,7 @@ async def reflection_lists_the_services(r: Router) -> None:
 
 
 @case(608, "On the router: also ask every instance behind it.")
-async def server_info_asks_the_peers(r: Router) -> None:
+async def server_info_asks_the_peers(r: RouterHand) -> None:
     """GetServerInfo with `peers` has the kit's instances by name; one that is gone is
     UNREACHABLE."""
     before = {peer.instance.name: peer for peer in await r.peers()}

@@ -7,7 +7,7 @@ from typing import Any
 from pd_grpc.conformance.calls import check_field, check_metadata
 from pd_grpc.conformance.case import expect_equal
 from pd_grpc.conformance.router.cases.registry import ROUTER_CASES as case
-from pd_grpc.conformance.router.subject import Router
+from pd_grpc.conformance.router.subject import RouterHand
 from pd_grpc.protocol.faults import Reason
 from pd_grpc.v1 import inference_pb2, sampling_pb2
 
@@ -56,7 +56,7 @@ _RESERVED_SCOPE: list[dict[str, Any]] = [
 
 
 @case(131, "The prompt, exactly one of these.")
-async def no_prompt(r: Router) -> None:
+async def no_prompt(r: RouterHand) -> None:
     """A request without a prompt is refused."""
     await r.refused(
         Reason.BAD_REQUEST,
@@ -66,7 +66,7 @@ async def no_prompt(r: Router) -> None:
 
 
 @case(132, "a field is malformed, empty or out of its bounds")
-async def empty_prompts(r: Router) -> None:
+async def empty_prompts(r: RouterHand) -> None:
     """An empty text, no messages and no token ids are refused, each by the name of its field."""
     empty: list[dict[str, Any]] = [
         {"text": ""},
@@ -80,7 +80,7 @@ async def empty_prompts(r: Router) -> None:
 
 
 @case(133, "May be empty, but not in every message.")
-async def messages_without_content(r: Router) -> None:
+async def messages_without_content(r: RouterHand) -> None:
     """Messages that say nothing are refused; one empty one among others is not."""
     said, unsaid = (
         inference_pb2.ChatMessage(role="user", content=content) for content in ("hello", "")
@@ -93,7 +93,7 @@ async def messages_without_content(r: Router) -> None:
 
 
 @case(134, "BAD_REQUEST comes with google.rpc.BadRequest, a violation for each field that is wrong")
-async def sampling_out_of_bounds(r: Router) -> None:
+async def sampling_out_of_bounds(r: RouterHand) -> None:
     """Each bound of sampling is kept, and a refusal names the field."""
     for name, fields in _OUT_OF_BOUNDS:
         sampling = sampling_pb2.SamplingParams(**{"max_tokens": 8, "temperature": 0.0, **fields})
@@ -102,7 +102,7 @@ async def sampling_out_of_bounds(r: Router) -> None:
 
 
 @case(135, "a violation for each field that is wrong")
-async def every_wrong_field_is_named(r: Router) -> None:
+async def every_wrong_field_is_named(r: RouterHand) -> None:
     """A request with two wrong fields is refused with a violation for each."""
     sampling = sampling_pb2.SamplingParams(max_tokens=8, temperature=-1, top_p=2)
     fault = await r.refused(Reason.BAD_REQUEST, "two fields are wrong", sampling=sampling)
@@ -111,7 +111,7 @@ async def every_wrong_field_is_named(r: Router) -> None:
 
 
 @case(136, "the prompt is longer than the model")
-async def a_prompt_longer_than_the_model(r: Router) -> None:
+async def a_prompt_longer_than_the_model(r: RouterHand) -> None:
     """A prompt that fills the whole model, without room for a token of output, is refused."""
     prompt = inference_pb2.TokenIds(ids=[7] * r.subject.info.max_model_len)
     fault = await r.refused(Reason.BAD_REQUEST, "the prompt fills the model", token_ids=prompt)
@@ -119,7 +119,7 @@ async def a_prompt_longer_than_the_model(r: Router) -> None:
 
 
 @case(137, "TOO_LARGE has needed and total")
-async def prompt_and_output_beyond_the_model(r: Router) -> None:
+async def prompt_and_output_beyond_the_model(r: RouterHand) -> None:
     """A prompt with more max_tokens than the model has room for is refused with both numbers."""
     total = r.subject.info.max_model_len
     sampling = sampling_pb2.SamplingParams(max_tokens=total, temperature=0)
@@ -134,7 +134,7 @@ async def prompt_and_output_beyond_the_model(r: Router) -> None:
 
 
 @case(138, "Token ids are below this.")
-async def token_ids_outside_the_vocabulary(r: Router) -> None:
+async def token_ids_outside_the_vocabulary(r: RouterHand) -> None:
     """A token id that is not below vocab_size is refused in the prompt, in earlier output and among
     stop ids."""
     wrong = r.subject.info.vocab_size
@@ -148,7 +148,7 @@ async def token_ids_outside_the_vocabulary(r: Router) -> None:
 
 
 @case(139, "The router refuses it with BAD_REQUEST.")
-async def a_hand_off_of_the_clients(r: Router) -> None:
+async def a_hand_off_of_the_clients(r: RouterHand) -> None:
     """A request that carries a hand-off is refused."""
     fault = await r.refused(
         Reason.BAD_REQUEST,
@@ -159,7 +159,7 @@ async def a_hand_off_of_the_clients(r: Router) -> None:
 
 
 @case(140, "Output the client has already, fewer tokens than max_tokens.")
-async def no_room_after_earlier_output(r: Router) -> None:
+async def no_room_after_earlier_output(r: RouterHand) -> None:
     """Earlier output of max_tokens tokens is refused."""
     sampling = sampling_pb2.SamplingParams(max_tokens=3, temperature=0)
     fault = await r.refused(
@@ -172,7 +172,7 @@ async def no_room_after_earlier_output(r: Router) -> None:
 
 
 @case(141, "The client's name for the request, up to 128 characters")
-async def a_request_id_too_long(r: Router) -> None:
+async def a_request_id_too_long(r: RouterHand) -> None:
     """A name of 129 characters is refused."""
     fault = await r.refused(Reason.BAD_REQUEST, "the name is too long", request_id="x" * 129)
     check_field(fault, "request_id")
@@ -183,7 +183,7 @@ async def a_request_id_too_long(r: Router) -> None:
     "A request that uses one is refused with UNIMPLEMENTED and reason FEATURE by a server "
     "that was not built for it",
 )
-async def reserved_sampling(r: Router) -> None:
+async def reserved_sampling(r: RouterHand) -> None:
     """Each reserved field of sampling is refused by its name."""
     for fields in _RESERVED_SAMPLING:
         sampling = sampling_pb2.SamplingParams(max_tokens=8, **fields)
@@ -193,7 +193,7 @@ async def reserved_sampling(r: Router) -> None:
 
 
 @case(143, "Reserved fields of the request.")
-async def reserved_scope(r: Router) -> None:
+async def reserved_scope(r: RouterHand) -> None:
     """Each reserved field of the request is refused by its name."""
     for fields in _RESERVED_SCOPE:
         scope = sampling_pb2.RequestScope(**fields)
@@ -203,7 +203,7 @@ async def reserved_scope(r: Router) -> None:
 
 
 @case(144, "with FEATURE where the value names a way to do the thing")
-async def an_unknown_direction(r: Router) -> None:
+async def an_unknown_direction(r: RouterHand) -> None:
     """A direction of a later version is refused."""
     scope = sampling_pb2.RequestScope()
     scope.MergeFromString(bytes([9 << 3, 77]))
@@ -212,7 +212,7 @@ async def an_unknown_direction(r: Router) -> None:
 
 
 @case(150, "ALREADY_EXISTS with DUPLICATE_REQUEST while the same request_id is in flight")
-async def a_request_id_in_flight(r: Router) -> None:
+async def a_request_id_in_flight(r: RouterHand) -> None:
     """A second request of a name in flight is refused, the first goes on, and the name is free
     again after its end."""
     name = r.name("twin")

@@ -3,6 +3,6 @@
 from __future__ import annotations
 
 from pd_grpc.conformance.case import Cases
-from pd_grpc.conformance.router.subject import Router
+from pd_grpc.conformance.router.subject import RouterHand
 
-ROUTER_CASES: Cases[Router] = Cases("R")
+ROUTER_CASES: Cases[RouterHand] = Cases("R")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pd_grpc.conformance.case import expect, expect_equal
 from pd_grpc.conformance.router.answers import handed_off, last, queued, tokens
 from pd_grpc.conformance.router.cases.registry import ROUTER_CASES as case
-from pd_grpc.conformance.router.subject import Router
+from pd_grpc.conformance.router.subject import RouterHand
 from pd_grpc.v1 import prefill_pb2
 
 ANSWER = [901, 902, 903]
@@ -16,7 +16,7 @@ LATER_REASON = 77
 
 
 @case(801, "A server ignores fields that it does not know")
-async def unknown_fields_of_the_clients(r: Router) -> None:
+async def unknown_fields_of_the_clients(r: RouterHand) -> None:
     """A request with fields of a later version, in it and in its sampling, is answered."""
     message = r.request()
     message.sampling.MergeFromString(LATER_FIELD)
@@ -26,7 +26,7 @@ async def unknown_fields_of_the_clients(r: Router) -> None:
 
 
 @case(802, "A server ignores fields that it does not know")
-async def unknown_fields_of_the_instances(r: Router) -> None:
+async def unknown_fields_of_the_instances(r: RouterHand) -> None:
     """Messages of P and D with fields of a later version are taken as they are."""
     one = await r.routed()
     messages = [queued(), handed_off(r.d, len(one.prompt))]
@@ -47,7 +47,7 @@ async def unknown_fields_of_the_instances(r: Router) -> None:
     "A message of a stream that has none of the known members is ignored by whoever reads a "
     "Session after its first message, or an answer",
 )
-async def an_unknown_event_of_prefills(r: Router) -> None:
+async def an_unknown_event_of_prefills(r: RouterHand) -> None:
     """P sends an event of a later version, and an empty one, before it hands over: the answer goes
     on to its end."""
     one = await r.routed()
@@ -64,7 +64,7 @@ async def an_unknown_event_of_prefills(r: Router) -> None:
 
 
 @case(804, "Set on the last message, and only there: an answer without it is not complete.")
-async def a_finish_reason_of_a_later_version(r: Router) -> None:
+async def a_finish_reason_of_a_later_version(r: RouterHand) -> None:
     """D ends for a reason of a later version: the answer is complete, and the client is given
     it."""
     one = await r.routed()
@@ -85,7 +85,7 @@ async def a_finish_reason_of_a_later_version(r: Router) -> None:
     "Text whose last character is incomplete, or that may be the beginning of a stop string, "
     "comes with a later message.",
 )
-async def text_of_an_empty_end(r: Router) -> None:
+async def text_of_an_empty_end(r: RouterHand) -> None:
     """An answer that ends within a character is given out to its last token."""
     probe = await r.routed(text="\U0001f99c")
     ids = probe.prompt
