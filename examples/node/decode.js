@@ -1036,6 +1036,12 @@ function beginDrain() {
     }
     leaveQueue(t);
   }
+  // And so do clients whose Allocate has not come; nothing is remembered of them.
+  for (const t of [...transfers.values()].filter(({ state }) => state === 'EXPECTED')) {
+    move(t, 'FAILED');
+    t.client.fail(drainFault());
+    forget(t);
+  }
   leaveIfDrained();
 }
 

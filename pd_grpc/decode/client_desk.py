@@ -9,6 +9,7 @@ from pd_grpc.decode.checks import (
     Limits,
     check_generate,
     check_handoff,
+    draining,
     legs_differ,
     unlike,
 )
@@ -65,6 +66,12 @@ class ClientDesk:
         transfer.client = None
         fault = Fault(Reason.CLIENT_GONE, f"the client of {transfer.key} has left")
         self._ledger.end(transfer, DecodeState.RELEASED, fault)
+
+    def drain(self) -> None:
+        """Those whose Allocate has not come, and would be refused now, do better elsewhere."""
+        for transfer in list(self._ledger.transfers.values()):
+            if transfer.state is DecodeState.EXPECTED:
+                self._ledger.drop(transfer, draining())
 
     def granted(self, transfer: Transfer) -> None:
         """A request of our own has its blocks: prefill it."""

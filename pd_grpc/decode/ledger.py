@@ -216,10 +216,12 @@ class Ledger:
         self.tombstones.add(transfer.key, epitaph, self.now)
 
     def drop(self, transfer: Transfer, fault: Fault | None) -> None:
-        """End a transfer that has nobody left and never held anything, without a tombstone, so that
-        P may ask for it again."""
-        epitaph = self._epitaph(transfer, DecodeState.RELEASED, fault, None)
-        self.move(transfer, DecodeState.RELEASED, fault, epitaph)
+        """End a transfer that never held anything, without a tombstone, so that it may be asked for
+        again; a client that waits is told the fault."""
+        state = DecodeState.RELEASED if transfer.client is None else DecodeState.FAILED
+        epitaph = self._epitaph(transfer, state, fault, None)
+        self.move(transfer, state, fault, epitaph)
+        self._end_client(transfer, fault, None)
         self._give_back(transfer, fault)
         self._forget(transfer)
 

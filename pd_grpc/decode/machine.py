@@ -237,6 +237,7 @@ class DecodeMachine:
             assert session.stream is not None
             ledger.act(SessionSend(session.stream, decode_pb2.SessionResponse(drain=drain)))
         self._prefill.drain()
+        self._client.drain()
 
     def _leave(self, event: ev.Leaving) -> None:
         self.ledger.draining = True

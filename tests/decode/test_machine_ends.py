@@ -291,15 +291,13 @@ def test_blocks_come_back_only_when_the_step_has_returned(d: Harness, p: Prefill
 
 
 def test_a_draining_decode_takes_nothing_new_and_finishes_the_rest(d: Harness, p: Prefill) -> None:
-    running, waiting, expected = Request("t-1", prompt=LARGE), Request("t-2"), Request("t-3")
-    waiting.prompt = LARGE
+    running, waiting = Request("t-1", prompt=LARGE), Request("t-2", prompt=LARGE)
     client = d.generate(running)
     grant = p.granted(running)
     queued = p.allocate(waiting)
-    left = d.generate(expected)
     d.feed(ev.DrainRequested(30.0))
     assert d.told[p.stream][-1].drain.deadline == duration(30)
-    refused = [queued, p.allocate(Request("t-4")), p.allocate(expected)]
+    refused = [queued, p.allocate(Request("t-4"))]
     refused += [d.generate(Request("t-5")), d.generate(Request(), local=True)]
     for call in refused:
         assert d.reason(call) is Reason.DRAINING
@@ -314,10 +312,32 @@ def test_a_draining_decode_takes_nothing_new_and_finishes_the_rest(d: Harness, p
     assert p.stream not in d.session_ends, "who has something here may come back for it"
     d.receive(grant, running.tokens)
     p.first_token(running, grant)
+    assert d.drains == 0
     d.run()
     assert d.shown[client] == running.answer
-    assert d.drains == 0
-    d.leave(left)
+    assert d.drains == 1
+
+
+def test_clients_that_no_grant_will_come_for_need_not_wait_for_the_drain(
+    d: Harness, p: Prefill
+) -> None:
+    running, waiting = Request("t-1", prompt=LARGE), Request("t-2", prompt=LARGE)
+    expected = Request("t-3")
+    grant = p.granted(running)
+    queued = p.allocate(waiting)
+    legs = [d.generate(request) for request in (waiting, expected)]
+    d.feed(ev.DrainRequested(30.0))
+    for call in (queued, *legs):
+        assert d.reason(call) is Reason.DRAINING
+    for request in (waiting, expected):
+        assert d.reason(p.allocate(request)) is Reason.DRAINING, "nothing is remembered of it"
+        assert d.reason(d.generate(request)) is Reason.DRAINING
+    assert not d.ended_for(p.stream)
+    client = d.generate(running)
+    d.receive(grant, running.tokens)
+    p.first_token(running, grant)
+    d.run()
+    assert d.shown[client] == running.answer, "what has a grant goes on"
     assert d.drains == 1
 
 

@@ -122,6 +122,17 @@ async def what_is_left_fails(d: DecodeHand) -> None:
     await _shown(d, "left")
 
 
+@case(
+    963,
+    "A hand-over's client leg that waits without a grant ends at once in the same words, and leaves"
+    " no tombstone.",
+)
+async def clients_without_a_grant_need_not_wait(d: DecodeHand) -> None:
+    """Drain is called while a client waits for an Allocate that has not come, and one for blocks:
+    both hear so at once, and an Allocate that comes then is refused in the same words."""
+    await _shown(d, "waiting legs")
+
+
 async def _shown(d: DecodeHand, look: str) -> None:
     """What one look at the drain has shown; the first case that asks drains D."""
     subject = d.subject
@@ -149,12 +160,16 @@ class _Drain:
         running, left = (await fill(d, p, 2, 2))[:2]
         legs = [d.generate(request) for request in (running, left)]
         grant = await p.allocate(running)
-        waiting = await wait_in_queue(p, d.request(), 0)
+        queued, expected = d.request(), d.request()
+        waiting = await wait_in_queue(p, queued, 0)
+        unserved = [d.generate(request) for request in (queued, expected)]
+        await d.arrived()
         answer = await self._drain(DRAIN_S)
         d.subject.leaving = True
         await self._look("answer", self._answer(answer))
         await self._look("told", self._told(p))
         await self._look("waiting", refusal(waiting, Reason.DRAINING, "an Allocate that waits"))
+        await self._look("waiting legs", self._waiting_legs(p, expected, unserved))
         await self._look("allocate", self._allocate(p))
         await self._look("again", self._again(p, running, grant))
         await self._look("local", self._generate(local=True))
@@ -193,6 +208,11 @@ class _Drain:
         for kv_needed in (True, False):
             request = self._d.request()
             await p.allocate_refused(request, Reason.DRAINING, "Allocate", kv_needed=kv_needed)
+
+    async def _waiting_legs(self, p: KitPrefill, expected: Request, legs: list[ClientLeg]) -> None:
+        for leg in legs:
+            await leg.fails(Reason.DRAINING, "no grant will come for this client")
+        await p.allocate_refused(expected, Reason.DRAINING, "Allocate after its client")
 
     async def _again(
         self, p: KitPrefill, request: Request, grant: decode_pb2.AllocateResponse

@@ -13,6 +13,7 @@ from pd_grpc.decode.machine import DecodeMachine
 from pd_grpc.decode.prefill_desk import PrefillDesk
 from pd_grpc.decode.session_desk import SessionDesk
 from pd_grpc.decode.sessions import Sessions
+from pd_grpc.decode.states import DecodeState
 from pd_grpc.decode.view import DecodeView
 from pd_grpc.protocol.serving import ControlServer
 from pd_grpc.v1 import admin_pb2, decode_pb2
@@ -72,6 +73,24 @@ def local_requests_are_taken(patch: pytest.MonkeyPatch) -> None:
 @mutant("D956")
 def legs_are_taken(patch: pytest.MonkeyPatch) -> None:
     _unaware(patch, ClientDesk, "_attach")
+
+
+@mutant("D963")
+def clients_wait_for_nothing(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(ClientDesk, "drain", lambda self: None)
+
+
+@mutant("D963")
+def a_client_turned_away_is_remembered(patch: pytest.MonkeyPatch) -> None:
+    right = Ledger.drop
+
+    def drop(self, transfer, fault):  # type: ignore[no-untyped-def]
+        if transfer.client is not None:
+            self.end(transfer, DecodeState.FAILED, fault)
+        else:
+            right(self, transfer, fault)
+
+    patch.setattr(Ledger, "drop", drop)
 
 
 @mutant("D954")
