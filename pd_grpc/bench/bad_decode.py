@@ -11,7 +11,7 @@ from pd_grpc.bench.seed_run import RequestsFailed, Tell
 from pd_grpc.bench.setup import Row, Setup, Timing
 from pd_grpc.bench.statistics import estimate, steady_rate
 from pd_grpc.bench.system import Group, System, running_system
-from pd_grpc.bench.workload import spread_lengths
+from pd_grpc.bench.workload import Length, spread_lengths
 
 BAD: Mapping[str, Manners] = {
     "full_d": Manners(full=True),
@@ -26,6 +26,7 @@ BAD_AT_ONCE = 64
 """And for the bad one: more than a window, so that some wait behind it."""
 _SCALE = 1.0
 _OUTPUT_TOKENS = 10
+_BAD_INPUT_TOKENS = 16
 _PER_SECOND = 40
 """More requests a second than a D gets through, so that none runs out."""
 
@@ -52,8 +53,10 @@ async def _throughput(system: System, scope: Scope, with_bad: bool) -> float:
     lengths = spread_lengths(count, scope.seed_input, _OUTPUT_TOKENS)
     groups = {f"good-{i}": Group(system.requests(lengths, i), AT_ONCE) for i in range(GOOD)}
     if with_bad:
-        # First, so that they are in the way from the start.
-        groups = {"bad": Group(system.requests(lengths, GOOD), BAD_AT_ONCE), **groups}
+        # First, so that they are in the way from the start; and short, for what P computes for those
+        # that a slow D lets through is no waiting.
+        short = [Length(_BAD_INPUT_TOKENS, 2)] * (2 * count)
+        groups = {"bad": Group(system.requests(short, GOOD), BAD_AT_ONCE), **groups}
     ended = await system.closed(groups, scope.bad_window_s)
     good = [each for each in ended if each.group != "bad"]
     faults = [each.fault for each in good if not each.finished]
