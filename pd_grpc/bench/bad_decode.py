@@ -53,8 +53,8 @@ async def _throughput(system: System, scope: Scope, with_bad: bool) -> float:
     lengths = spread_lengths(count, scope.seed_input, _OUTPUT_TOKENS)
     groups = {f"good-{i}": Group(system.requests(lengths, i), AT_ONCE) for i in range(GOOD)}
     if with_bad:
-        # First, so that they are in the way from the start; and short, for what P computes for those
-        # that a slow D lets through is no waiting.
+        # First, so that they are in the way from the start; and short, for what P computes for
+        # those that a slow D lets through is no waiting.
         short = [Length(_BAD_INPUT_TOKENS, 2)] * (2 * count)
         groups = {"bad": Group(system.requests(short, GOOD), BAD_AT_ONCE), **groups}
     ended = await system.closed(groups, scope.bad_window_s)
