@@ -4,30 +4,9 @@ Numbers: 1xx sessions, 2xx placing and Allocate, 3xx KV, 4xx first token and han
 6xx cancellation, 7xx refusals of the request, 8xx unknown fields and limits, 9xx drain.
 """
 
-from pd_grpc.conformance.prefill.cases import (
-    allocate,
-    cancellation,
-    drain,
-    failures,
-    handover,
-    kv,
-    limits,
-    placing,
-    refusals,
-    sessions,
-)
+from pd_grpc.conformance.modules import import_modules
 from pd_grpc.conformance.prefill.cases.registry import PREFILL_CASES
 
-__all__ = [
-    "PREFILL_CASES",
-    "allocate",
-    "cancellation",
-    "drain",
-    "failures",
-    "handover",
-    "kv",
-    "limits",
-    "placing",
-    "refusals",
-    "sessions",
-]
+__all__ = ["PREFILL_CASES"]
+
+import_modules(__name__)
