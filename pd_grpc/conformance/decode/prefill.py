@@ -121,7 +121,7 @@ class KitPrefill:
         await self.session.leave()
 
     async def hears(self, kind: str, what: str, limit_s: float | None = None) -> Any:
-        """The first message of a kind, such as "drain", that D has sent since the session began."""
+        """The first message of a kind, such as "drain", that D sent on any session of this P."""
 
         async def found() -> Any:
             while True:

@@ -8,7 +8,6 @@ from pd_grpc.conformance.case import expect_equal
 from pd_grpc.conformance.client import ClientLeg
 from pd_grpc.conformance.router.answers import handed_off, last, tokens
 from pd_grpc.conformance.router.instance import DecodeLeg, Instances, PrefillLeg
-from pd_grpc.protocol.faults import Fault
 from pd_grpc.v1 import types_pb2
 
 
@@ -73,14 +72,6 @@ class Routed:
         self.say(*ids[:1])
         self.say_last(*ids[1:])
         await self.answers(ids)
-
-    def fail_decode(self, fault: Fault) -> None:
-        """D ends its leg with a fault."""
-        self.decode.fail(fault)
-
-    def fail_prefill(self, fault: Fault) -> None:
-        """P ends its leg with a fault."""
-        self.prefill.fail(fault)
 
     async def both_cancelled(self, why: str) -> None:
         """Broken unless the router cancels both legs in time."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 
@@ -22,17 +21,6 @@ def cause_is_read(patch: pytest.MonkeyPatch, spoil: Callable[[Fault | None], Fau
     """Let the cause of a Release be taken for another."""
     right = prefill_desk._as_fault
     patch.setattr(prefill_desk, "_as_fault", lambda cause: spoil(right(cause)))
-
-
-def before_release(patch: pytest.MonkeyPatch, spoil: Callable[[Any, Any], None]) -> None:
-    """Let `spoil(desk, request)` before a Release is looked at."""
-    right = PrefillDesk._release
-
-    def wrong(self, request):  # type: ignore[no-untyped-def]
-        spoil(self, request)
-        return right(self, request)
-
-    patch.setattr(PrefillDesk, "_release", wrong)
 
 
 def forget(desk: PrefillDesk, ref: types_pb2.TransferRef) -> None:
