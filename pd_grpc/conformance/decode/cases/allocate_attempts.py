@@ -78,7 +78,9 @@ async def a_smaller_attempt_than_one_remembered(d: DecodeHand) -> None:
     await p.allocate(_attempt(newest, 3))
 
 
-@case(234, "A greater attempt supersedes a smaller one everywhere")
+@case(
+    234, "A greater attempt supersedes a smaller one everywhere, even when it comes from another P"
+)
 async def a_greater_attempt_of_one_that_waits(d: DecodeHand) -> None:
     """P asks for attempt 2 while 1 waits for blocks: 1 is refused, 2 gets the blocks."""
     p = await d.prefill()

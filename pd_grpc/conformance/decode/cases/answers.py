@@ -56,7 +56,9 @@ async def stop_ids(d: DecodeHand) -> None:
     expect_equal(h.leg.last.finish_reason, types_pb2.FINISH_REASON_STOP, "finish_reason")
 
 
-@case(464, "stop ids and stop strings do not end the answer before this many tokens")
+@case(
+    464, "End-of-sequence, stop ids and stop strings do not end the answer before this many tokens"
+)
 async def min_tokens(d: DecodeHand) -> None:
     """The second token of an answer is made a stop id that counts from the fifth token on."""
     request = d.request(sampling=_greedy(8, ignore_eos=True))

@@ -60,8 +60,8 @@ async def calls_while_the_session_is_broken(d: DecodeHand) -> None:
 
 @case(
     173,
-    "When the stream breaks without goodbye the grants of its P live on for Welcome.grace, or"
-    " their leases if those are shorter",
+    "When the stream breaks without goodbye the grants of its P live on for Welcome.grace,"
+    " or their leases if those are shorter, and calls in the session's name are still taken",
 )
 async def half_closed_is_broken(d: DecodeHand) -> None:
     """P says no more on its session, without goodbye, and stays away: PREFILL_LOST after grace."""

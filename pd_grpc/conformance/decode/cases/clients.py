@@ -46,7 +46,11 @@ async def the_client_comes_second(d: DecodeHand) -> None:
     await h.completes()
 
 
-@case(603, "of a hand-over with DUPLICATE_TRANSFER while the same ref has a client")
+@case(
+    603,
+    "ALREADY_EXISTS with DUPLICATE_REQUEST while the same request_id is in flight, or of a"
+    " hand-over with DUPLICATE_TRANSFER while the same ref has a client",
+)
 async def a_second_client(d: DecodeHand) -> None:
     """A second client of the same hand-over is refused, and the first gets the answer."""
     h = await granted(d)
@@ -55,7 +59,11 @@ async def a_second_client(d: DecodeHand) -> None:
     await h.completes()
 
 
-@case(604, "ALREADY_EXISTS with DUPLICATE_REQUEST while the same request_id is in flight")
+@case(
+    604,
+    "ALREADY_EXISTS with DUPLICATE_REQUEST while the same request_id is in flight, or of a"
+    " hand-over with DUPLICATE_TRANSFER while the same ref has a client",
+)
 async def a_request_id_in_flight(d: DecodeHand) -> None:
     """A request that D prefills itself waits for blocks; a second of its name is refused."""
     await _prefills_itself(d)

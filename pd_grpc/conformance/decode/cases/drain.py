@@ -53,8 +53,8 @@ async def what_waits_is_refused(d: DecodeHand) -> None:
 
 @case(
     953,
-    "Allocates and Generates of transfers that have no grant are refused with UNAVAILABLE,"
-    " DRAINING.",
+    "Allocates that wait and Allocates and Generates of transfers that have no grant are"
+    " refused with UNAVAILABLE, DRAINING.",
 )
 async def what_is_new_is_refused(d: DecodeHand) -> None:
     """Allocate of a draining D, with kv_needed and without, is refused."""
@@ -75,8 +75,8 @@ async def local_requests_are_refused(d: DecodeHand) -> None:
 
 @case(
     956,
-    "Allocates and Generates of transfers that have no grant are refused with UNAVAILABLE,"
-    " DRAINING.",
+    "Allocates that wait and Allocates and Generates of transfers that have no grant are"
+    " refused with UNAVAILABLE, DRAINING.",
 )
 async def legs_without_a_grant_are_refused(d: DecodeHand) -> None:
     """Generate of a hand-over that a draining D has not granted is refused."""
@@ -103,7 +103,8 @@ async def server_info_says_so(d: DecodeHand) -> None:
 
 @case(
     960,
-    "the full name of a service of its own while it takes new requests, and NOT_SERVING otherwise.",
+    "the empty name is SERVING while the process is up, the full name of a service of its"
+    " own while it takes new requests, and NOT_SERVING otherwise.",
 )
 async def health_says_so(d: DecodeHand) -> None:
     """Health of a draining D: the process is up, DecodeService takes nothing new."""

@@ -17,7 +17,8 @@ from pd_grpc.v1 import decode_pb2, types_pb2
 @case(
     150,
     "Of two instances of one name the greater epoch supersedes: the smaller is refused with"
-    " FAILED_PRECONDITION, STALE_EPOCH",
+    " FAILED_PRECONDITION, STALE_EPOCH, and a process so refused turns NOT_SERVING and"
+    " drains.",
 )
 async def a_smaller_epoch(d: DecodeHand) -> None:
     """P with a smaller epoch than one that has a session is refused with both epochs."""
@@ -29,7 +30,12 @@ async def a_smaller_epoch(d: DecodeHand) -> None:
     await p.heartbeat()
 
 
-@case(151, "with STALE_EPOCH when a newer process of P has been seen")
+@case(
+    151,
+    "FAILED_PRECONDITION with LAYOUT_MISMATCH, the field and both values, when layout,"
+    " transport, shards or hash algorithm do not fit, with STALE_EPOCH when a newer process"
+    " of P has been seen, with WRONG_INSTANCE",
+)
 async def a_smaller_epoch_once_the_greater_has_left(d: DecodeHand) -> None:
     """P with a smaller epoch than one that has said goodbye is refused."""
     p = await d.prefill()
@@ -95,8 +101,9 @@ async def calls_in_the_name_of_another_session(d: DecodeHand) -> None:
 
 @case(
     156,
-    "FAILED_PRECONDITION with NO_SESSION when session_id is unknown or long superseded (the one"
-    " before the newest is still taken, for a stream may cross with a new session)",
+    "FAILED_PRECONDITION with NO_SESSION when session_id is unknown or long superseded (the"
+    " one before the newest is still taken, for a stream may cross with a new session), with"
+    " STALE_EPOCH when the ref means another process of D",
 )
 async def a_transfer_that_crosses_with_a_new_session(d: DecodeHand) -> None:
     """Transfer with the session_id before the newest is taken; one session earlier it is not."""

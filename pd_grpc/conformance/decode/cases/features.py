@@ -55,8 +55,8 @@ async def scope_in_allocate(d: DecodeHand) -> None:
 
 @case(
     701,
-    "A request that uses one is refused with UNIMPLEMENTED and reason FEATURE by a server that was"
-    " not built for it",
+    "A request that uses one is refused with UNIMPLEMENTED and reason FEATURE by a server"
+    " that was not built for it, and so is one that needs a feature which was not negotiated",
 )
 async def sampling_in_allocate(d: DecodeHand) -> None:
     """Allocate with each reserved field of sampling in turn is refused by the field's name."""
@@ -71,8 +71,9 @@ async def sampling_in_allocate(d: DecodeHand) -> None:
 
 @case(
     702,
-    'A field or value that says "reserved" is part of the protocol\'s shape. A request that uses'
-    " one is refused with UNIMPLEMENTED and reason FEATURE by a server that was not built for it",
+    'A field or value that says "reserved" is part of the protocol\'s shape. A request that'
+    " uses one is refused with UNIMPLEMENTED and reason FEATURE by a server that was not"
+    " built for it, and so is one that needs a feature which was not negotiated",
 )
 async def scope_in_generate(d: DecodeHand) -> None:
     """Generate with each field of scope in turn is refused, with a hand-off and without."""

@@ -49,7 +49,11 @@ async def while_the_kv_comes(d: DecodeHand) -> None:
     await h.answers()
 
 
-@case(403, "Hand-off is the moment D holds both the verified KV and the first token")
+@case(
+    403,
+    "Hand-off is the moment D holds both the verified KV and the first token, whichever"
+    " comes last.",
+)
 async def after_the_kv(d: DecodeHand) -> None:
     """The first token comes last; D has it, and the answer is right."""
     h = await granted(d)

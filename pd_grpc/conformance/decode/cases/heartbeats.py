@@ -138,7 +138,8 @@ async def load_counts_who_waits(d: DecodeHand) -> None:
 
 @case(
     118,
-    "NOT_FOUND with LEASE_EXPIRED when P sent no heartbeat or read nothing for two heartbeats",
+    "NOT_FOUND with LEASE_EXPIRED when P sent no heartbeat or read nothing for two"
+    " heartbeats, or lets too much pile up unread",
 )
 async def a_silent_session_ends(d: DecodeHand) -> None:
     """P sends no heartbeat: its session lives for more than one period and ends after two."""

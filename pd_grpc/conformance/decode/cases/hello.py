@@ -50,7 +50,12 @@ async def no_layout(d: DecodeHand) -> None:
     check_field(fault, "layouts")
 
 
-@case(125, "a violation for each field that is wrong, by its path from the message sent")
+@case(
+    125,
+    "BAD_REQUEST comes with google.rpc.BadRequest, a violation for each field that is"
+    " wrong, by its path from the message sent, such as sampling.top_p or"
+    " hello.instance.name",
+)
 async def every_wrong_field_is_named(d: DecodeHand) -> None:
     """P with two wrong fields hears of both, each by its path."""
     fault = await _refused(d, "name", name="", epoch=0)
@@ -62,7 +67,8 @@ async def every_wrong_field_is_named(d: DecodeHand) -> None:
 @case(
     126,
     "FAILED_PRECONDITION with LAYOUT_MISMATCH, the field and both values, when layout,"
-    " transport, shards or hash algorithm do not fit",
+    " transport, shards or hash algorithm do not fit, with STALE_EPOCH when a newer process"
+    " of P has been seen, with WRONG_INSTANCE",
 )
 async def transports_without_inline(d: DecodeHand) -> None:
     """P that has only a transport that is reserved is refused; P that names none gets INLINE."""

@@ -83,7 +83,7 @@ async def own_layout_behind_another(d: DecodeHand) -> None:
     expect_equal(welcome.layout, d.subject.info.layout, "layout, D's own,")
 
 
-@case(136, "compared at Hello field by field, with defaults filled in")
+@case(136, "Two layouts are compared at Hello field by field, with defaults filled in")
 async def defaults_are_filled_in(d: DecodeHand) -> None:
     """A layout that leaves out what the default says is the same as one that says it."""
     own = d.subject.info.layout
@@ -123,9 +123,9 @@ async def a_group_or_plane_not_built(d: DecodeHand) -> None:
 
 @case(
     138,
-    "A request with an enum value that the server does not know is refused: with FEATURE where"
-    " the value names a way to do the thing (kind of a layout's group or plane, transport of a"
-    " Transfer, direction)",
+    "A request with an enum value that the server does not know is refused: with FEATURE"
+    " where the value names a way to do the thing (kind of a layout's group or plane,"
+    " transport of a Transfer, direction), with BAD_REQUEST elsewhere.",
 )
 async def a_kind_of_a_later_version(d: DecodeHand) -> None:
     """A layout with a kind of group or plane that nobody knows yet needs a feature."""
@@ -136,7 +136,8 @@ async def a_kind_of_a_later_version(d: DecodeHand) -> None:
 @case(
     139,
     "FAILED_PRECONDITION with LAYOUT_MISMATCH, the field and both values, when layout,"
-    " transport, shards or hash algorithm do not fit",
+    " transport, shards or hash algorithm do not fit, with STALE_EPOCH when a newer process"
+    " of P has been seen, with WRONG_INSTANCE",
 )
 async def another_hash_algorithm(d: DecodeHand) -> None:
     """P whose block hashes are of another algorithm is refused with both names."""
@@ -176,7 +177,11 @@ async def a_shard_of_some_layers(d: DecodeHand) -> None:
     await d.new_prefill().join(shards=[whole])
 
 
-@case(142, "of a layout that is the path of the kind, such as layout.groups[0].planes[1].kind")
+@case(
+    142,
+    "FEATURE has feature, of a layout that is the path of the kind, such as"
+    " layout.groups[0].planes[1].kind",
+)
 async def what_is_not_built_is_named(d: DecodeHand) -> None:
     """A layout with a kind of group or plane that is reserved, or of a later version, is refused
     with the kind's path."""

@@ -15,7 +15,8 @@ from pd_grpc.v1 import types_pb2
 GONE = "A client leg that ends before hand-off ends the transfer with CLIENT_GONE, and P is told"
 TOLD = "by the answer to an Allocate that waits, otherwise by transfer_ended."
 STAGES = (
-    "on D prefill (its client waits for P), allocate, transfer, first_token, attach or decode; read"
+    "on D prefill (its client waits for P), allocate, transfer, first_token, attach or"
+    " decode; read where the caller did not take its answer."
 )
 DEADLINE_S = 0.8
 
@@ -91,7 +92,11 @@ async def while_it_decodes(d: DecodeHand) -> None:
     await h.ends_as(types_pb2.TRANSFER_STATE_RELEASED)
 
 
-@case(630, "Each hop answers 100 ms before its budget ends")
+@case(
+    630,
+    "Each hop answers 100 ms before its budget ends, so that its details reach the caller"
+    " before the caller's own timer fires.",
+)
 async def time_is_over_while_p_is_expected(d: DecodeHand) -> None:
     """No P ever asks; the client hears of the stage before its own timer fires."""
     leg = d.generate(d.request(), timeout_s=DEADLINE_S)

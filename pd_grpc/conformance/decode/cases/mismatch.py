@@ -15,9 +15,9 @@ from pd_grpc.protocol.messages import prompt_digest
 from pd_grpc.v1 import sampling_pb2, types_pb2
 
 BOTH = (
-    "compares prompt length, digest, sampling (with defaults filled in) and max_new_tokens of "
-    "Allocate with those of Generate, whichever comes later; a difference fails both with "
-    "HANDOFF_MISMATCH, which names the part."
+    "D compares prompt length, digest, sampling (with defaults filled in) and"
+    " max_new_tokens of Allocate with those of Generate, whichever comes later; a difference"
+    " fails both with HANDOFF_MISMATCH, which names the part."
 )
 
 
@@ -57,7 +57,7 @@ async def another_number_of_tokens(d: DecodeHand) -> None:
     await _p_first(d, request, max_new_tokens=request.sampling.max_tokens + 1)
 
 
-@case(645, "compared with the client leg's with defaults filled in")
+@case(645, "The request's sampling, compared with the client leg's with defaults filled in")
 async def defaults_are_filled_in(d: DecodeHand) -> None:
     """What one leg leaves out and the other sets to the default is no difference."""
     p = await d.prefill()
@@ -67,7 +67,11 @@ async def defaults_are_filled_in(d: DecodeHand) -> None:
     await HandOver(d, p, request, await p.allocate(request, sampling=full), leg).completes()
 
 
-@case(646, "except where the refusal was the transfer's own end, as with HANDOFF_MISMATCH.")
+@case(
+    646,
+    "it leaves no tombstone and P may ask again with the same ref, except where the refusal"
+    " was the transfer's own end, as with HANDOFF_MISMATCH.",
+)
 async def a_mismatch_is_the_end(d: DecodeHand) -> None:
     """P asks again, rightly this time, and hears that the transfer has ended."""
     p, request = await _client_first(d, prompt_digest=prompt_digest([1, 2, 3]))

@@ -13,7 +13,9 @@ from pd_grpc.conformance.request import Request
 from pd_grpc.protocol.faults import Reason
 from pd_grpc.v1 import types_pb2
 
-EVERYWHERE = "A greater attempt supersedes a smaller one everywhere"
+EVERYWHERE = (
+    "A greater attempt supersedes a smaller one everywhere, even when it comes from another P"
+)
 OLDER = (
     "An attempt smaller than the greatest that is in flight or remembered is refused with ABORTED, "
     "STALE_ATTEMPT."
@@ -81,7 +83,11 @@ async def a_superseded_attempt_is_given_back(d: DecodeHand) -> None:
     await new.completes()
 
 
-@case(546, "A grant that ends closes its stream with the transfer's own end")
+@case(
+    546,
+    "A grant that ends closes its stream with the transfer's own end, such as RELEASED,"
+    " CLIENT_GONE, LEASE_EXPIRED, PREFILL_LOST or STAGE_DEADLINE",
+)
 async def the_stream_of_a_superseded_attempt(d: DecodeHand) -> None:
     """Attempt 2 is asked for while the KV of 1 comes in, whose stream ends with SUPERSEDED."""
     h = await granted(d)

@@ -13,6 +13,11 @@ from pd_grpc.conformance.request import replaced
 from pd_grpc.protocol.faults import Fault, Reason
 from pd_grpc.v1 import layout_pb2
 
+SESSION = (
+    "FAILED_PRECONDITION with NO_SESSION when session_id is unknown or long superseded (the"
+    " one before the newest is still taken, for a stream may cross with a new session), with"
+    " STALE_EPOCH when the ref means another process of D"
+)
 ORDER = "FAILED_PRECONDITION with WRONG_STATE for a chunk or end before opened."
 
 
@@ -43,19 +48,13 @@ async def a_malformed_open(d: DecodeHand) -> None:
     check_field(fault, "attempt")
 
 
-@case(
-    333,
-    "FAILED_PRECONDITION with NO_SESSION when session_id is unknown or long superseded",
-)
+@case(333, SESSION)
 async def an_open_without_a_session(d: DecodeHand) -> None:
     """Open with a session that never was is refused, and hurts nothing."""
     await _refused(d, Reason.NO_SESSION, session_id=d.name("s"))
 
 
-@case(
-    334,
-    "the one before the newest is still taken, for a stream may cross with a new session",
-)
+@case(334, SESSION)
 async def an_open_in_the_name_of_the_last_session(d: DecodeHand) -> None:
     """P has joined anew, and opens with the session id before."""
     h = await granted(d)
@@ -69,7 +68,7 @@ async def an_open_in_the_name_of_the_last_session(d: DecodeHand) -> None:
     await h.answers()
 
 
-@case(335, "STALE_EPOCH when the ref means another process of D")
+@case(335, SESSION)
 async def an_open_for_another_process(d: DecodeHand) -> None:
     """Open with the epoch of a D before this one is refused, and hurts nothing."""
     await _refused(d, Reason.STALE_EPOCH, ref={"decode_epoch": d.subject.instance.epoch - 1})
@@ -88,7 +87,11 @@ async def an_open_for_another_transfer(d: DecodeHand) -> None:
     await _refused(d, Reason.NOT_OWNER, ref={"transfer_id": d.request().transfer_id})
 
 
-@case(338, "UNIMPLEMENTED with FEATURE for another transport than INLINE")
+@case(
+    338,
+    "UNIMPLEMENTED with FEATURE for another transport than INLINE or a sender that is one"
+    " of several",
+)
 async def another_transport(d: DecodeHand) -> None:
     """Open with a transport that is reserved is refused by name."""
     fault = await _refused(d, Reason.FEATURE, transport=layout_pb2.TRANSPORT_NIXL)

@@ -69,7 +69,11 @@ async def no_blocks_has_details(d: DecodeHand) -> None:
     await _with_details(p.ask(d.request(), max_wait=None), Reason.NO_BLOCKS)
 
 
-@case(242, "RESOURCE_EXHAUSTED with NO_BLOCKS after max_wait")
+@case(
+    242,
+    "RESOURCE_EXHAUSTED with NO_BLOCKS after max_wait, which D cuts to 100 ms before the"
+    " call's own deadline, or with QUEUE_FULL at once",
+)
 async def the_wait_is_over(d: DecodeHand) -> None:
     """The pool stays full: an Allocate is refused after its max_wait and not before."""
     p = await d.prefill()
@@ -84,8 +88,8 @@ async def the_wait_is_over(d: DecodeHand) -> None:
 
 @case(
     243,
-    "RESOURCE_EXHAUSTED with NO_BLOCKS after max_wait, which D cuts to 100 ms before the call's"
-    " own deadline",
+    "RESOURCE_EXHAUSTED with NO_BLOCKS after max_wait, which D cuts to 100 ms before the"
+    " call's own deadline, or with QUEUE_FULL at once",
 )
 async def the_call_ends_before_the_wait(d: DecodeHand) -> None:
     """The call's own deadline is before the end of max_wait: NO_BLOCKS comes before it."""
@@ -155,7 +159,11 @@ async def a_newcomer_that_would_fit(d: DecodeHand) -> None:
     large.cancel()
 
 
-@case(247, "repeated calls wait together, each for its own max_wait.")
+@case(
+    247,
+    "the same body without session_id, max_wait and budget gets the same answer, and"
+    " repeated calls wait together, each for its own max_wait.",
+)
 async def repeated_calls_wait_together(d: DecodeHand) -> None:
     """Three calls for one ref wait; the one that waits for less is refused, the others granted."""
     p = await d.prefill()
@@ -204,8 +212,9 @@ async def every_caller_leaves(d: DecodeHand) -> None:
 
 @case(
     250,
-    "An Allocate that was refused, or that nobody waits for any more, has granted nothing: it"
-    " leaves no tombstone and P may ask again with the same ref",
+    "An Allocate that was refused, or that nobody waits for any more, has granted nothing:"
+    " it leaves no tombstone and P may ask again with the same ref, except where the refusal"
+    " was the transfer's own end, as with HANDOFF_MISMATCH.",
 )
 async def asking_again_after_a_refusal(d: DecodeHand) -> None:
     """An Allocate finds no blocks while its client waits; asked again, it has its answer."""
@@ -245,7 +254,11 @@ async def a_budget_is_not_lengthened(d: DecodeHand) -> None:
         await refusal(call, Reason.STAGE_DEADLINE, "the budget of the first call")
 
 
-@case(253, "with QUEUE_FULL at once")
+@case(
+    253,
+    "RESOURCE_EXHAUSTED with NO_BLOCKS after max_wait, which D cuts to 100 ms before the"
+    " call's own deadline, or with QUEUE_FULL at once",
+)
 async def the_queue_is_full(d: DecodeHand) -> None:
     """Allocates are sent until one is refused, with all details, while the others wait on."""
     p = await d.prefill()

@@ -17,7 +17,10 @@ REOPENED = (
     "a stream that stops without it may be reopened while the grant lives, and opened then lists "
     "what D has."
 )
-CLOSED = "A grant that ends closes its stream with the transfer's own end"
+CLOSED = (
+    "A grant that ends closes its stream with the transfer's own end, such as RELEASED,"
+    " CLIENT_GONE, LEASE_EXPIRED, PREFILL_LOST or STAGE_DEADLINE"
+)
 
 
 @case(350, REOPENED)
@@ -31,7 +34,11 @@ async def a_half_close_can_be_reopened(d: DecodeHand) -> None:
     await h.answers()
 
 
-@case(351, "a killed peer, a cancel and a half-close look the same to a reader")
+@case(
+    351,
+    "Only end completes a stream, for a killed peer, a cancel and a half-close look the"
+    " same to a reader",
+)
 async def a_cancelled_stream_can_be_reopened(d: DecodeHand) -> None:
     """A stream is cancelled and its connection closed; another one sends the rest."""
     h, transfer, rest = await _half_sent(d)
@@ -56,7 +63,11 @@ async def opened_lists_what_was_acknowledged(d: DecodeHand) -> None:
     await h.answers()
 
 
-@case(353, "Only end completes a stream")
+@case(
+    353,
+    "Only end completes a stream, for a killed peer, a cancel and a half-close look the"
+    " same to a reader",
+)
 async def everything_came_but_no_end(d: DecodeHand) -> None:
     """D has all KV and the first token; without end it decodes nothing."""
     h = await granted(d)
@@ -83,7 +94,11 @@ async def nothing_is_left_to_send(d: DecodeHand) -> None:
     await h.answers()
 
 
-@case(355, "ABORTED with SUPERSEDED ends a stream whose grant a newer stream has taken over")
+@case(
+    355,
+    "ABORTED with SUPERSEDED ends a stream whose grant a newer stream has taken over, and"
+    " it alone.",
+)
 async def a_newer_stream_takes_over(d: DecodeHand) -> None:
     """A second stream is opened beside the first, which ends; the second completes."""
     h, transfer, rest = await _half_sent(d)

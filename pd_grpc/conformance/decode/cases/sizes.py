@@ -41,7 +41,7 @@ async def a_message_too_large(d: DecodeHand) -> None:
     await (await granted(d)).completes()
 
 
-@case(821, "each below the vocabulary's size; packed, up to a million.")
+@case(821, "At least one, each below the vocabulary's size; packed, up to a million.")
 async def a_prompt_of_a_million_tokens(d: DecodeHand) -> None:
     """A prompt of a million ids is judged by its length in tokens, not in bytes."""
     ids = d.request().prompt
@@ -63,7 +63,7 @@ async def a_heartbeat_of_many_grants(d: DecodeHand) -> None:
     expect_equal(len(set(ack.unknown_grant_ids) & set(grants)), MANY_GRANTS, "unknown grants:")
 
 
-@case(823, "1 to 128 characters of [A-Za-z0-9._:-]")
+@case(823, "1 to 128 characters of [A-Za-z0-9._:-], unique for ever")
 async def the_longest_transfer_id(d: DecodeHand) -> None:
     """A transfer_id of 128 characters goes through the whole hand-over."""
     request = d.request()

@@ -15,10 +15,10 @@ from pd_grpc.protocol.faults import Code, Fault, Reason
 from pd_grpc.v1 import layout_pb2, transfer_pb2, types_pb2
 
 BOUNDS = (
-    "INVALID_ARGUMENT with BAD_REQUEST for a range out of bounds, a payload of another size than "
-    "its range"
+    "INVALID_ARGUMENT with BAD_REQUEST for a range out of bounds, a payload of another size"
+    " than its range, more bytes than the window, an end whose sums are wrong or that comes"
+    " before every wanted range has"
 )
-ENDS_EARLY = "an end whose sums are wrong or that comes before every wanted range has"
 
 
 @case(301, "P sends open, waits for opened, then sends any number of chunks in any order, and end")
@@ -72,7 +72,11 @@ async def a_chunk_larger_than_the_window(d: DecodeHand) -> None:
     await h.answers()
 
 
-@case(305, "layer, then plane, then head, then token, then dimension")
+@case(
+    305,
+    "layer, then plane, then head, then token, then dimension, as layout.proto defines"
+    " them, without padding.",
+)
 async def several_layers_to_a_chunk(d: DecodeHand) -> None:
     """Chunks carry several layers of several blocks; the answer is right."""
     h = await granted(d, d.request(3 * d.block_size + 1))
@@ -160,7 +164,11 @@ async def no_blocks(d: DecodeHand) -> None:
     await _spoilt(d, empty, Reason.BAD_REQUEST)
 
 
-@case(313, "it has exactly block_count * L * B bytes.")
+@case(
+    313,
+    "With L = layer_count and B = bytes of one block in one layer of the group it has"
+    " exactly block_count * L * B bytes.",
+)
 async def a_payload_of_another_size(d: DecodeHand) -> None:
     """A chunk with a byte too many, and the checksum of what it has, is refused."""
 
@@ -182,7 +190,7 @@ async def the_client_hears_internal(d: DecodeHand) -> None:
     check_fault(fault, Reason.BAD_REQUEST, "P's fault, as its client hears it", Code.INTERNAL)
 
 
-@case(315, ENDS_EARLY)
+@case(315, BOUNDS)
 async def an_end_with_wrong_sums(d: DecodeHand) -> None:
     """Everything has come, and end says one chunk more."""
     h = await granted(d)
@@ -193,7 +201,7 @@ async def an_end_with_wrong_sums(d: DecodeHand) -> None:
     await _ended_for_all(h)
 
 
-@case(316, ENDS_EARLY)
+@case(316, BOUNDS)
 async def an_end_before_everything_came(d: DecodeHand) -> None:
     """The last chunk is missing when end comes."""
     h = await granted(d)
@@ -240,7 +248,11 @@ async def a_range_comes_again(d: DecodeHand) -> None:
     await h.answers()
 
 
-@case(320, "what is verified already is not written a second time")
+@case(
+    320,
+    "what is verified already is not written a second time, and a chunk that brings nothing"
+    " new renews nothing.",
+)
 async def what_is_verified_stays(d: DecodeHand) -> None:
     """A verified range comes again with other bytes; the answer is that of the first ones."""
     h = await granted(d)
@@ -272,7 +284,11 @@ async def chunks_renew_the_grant(d: DecodeHand) -> None:
     await h.answers()
 
 
-@case(322, "a chunk that brings nothing new renews nothing.")
+@case(
+    322,
+    "what is verified already is not written a second time, and a chunk that brings nothing"
+    " new renews nothing.",
+)
 async def repeated_chunks_renew_nothing(d: DecodeHand) -> None:
     """The same chunk comes again and again, and the lease ends all the same."""
     h = await granted(d, hold=False)

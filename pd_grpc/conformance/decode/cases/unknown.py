@@ -94,7 +94,11 @@ async def unknown_fields_of_a_repeated_allocate(d: DecodeHand) -> None:
     await h.completes()
 
 
-@case(806, "is ignored by whoever reads a Session after its first message")
+@case(
+    806,
+    "A message of a stream that has none of the known members is ignored by whoever reads a"
+    " Session after its first message, or an answer",
+)
 async def an_unknown_message_on_a_session(d: DecodeHand) -> None:
     """A message of a kind of a later version changes nothing; the next heartbeat is answered."""
     p = await d.prefill()

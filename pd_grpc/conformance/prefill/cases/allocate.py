@@ -28,7 +28,11 @@ async def max_new_tokens_counts_what_is_left(p: PrefillHand) -> None:
     expect_equal(d.allocate.seen[0].max_new_tokens, 5, "max_new_tokens")
 
 
-@case(203, "SHA-256 over the tokens as little-endian uint32 (prompt, then generated)")
+@case(
+    203,
+    "SHA-256 over the tokens as little-endian uint32 (prompt, then generated), then adapter"
+    " id and media hashes where there are any",
+)
 async def the_digest_is_of_both(p: PrefillHand) -> None:
     """The digest is of the prompt, and of prompt and output so far where there is any."""
     d = await p.decode()

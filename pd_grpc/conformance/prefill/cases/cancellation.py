@@ -101,7 +101,7 @@ async def the_alternate_is_released(p: PrefillHand) -> None:
     await _released(second, request.ref)
 
 
-@case(607, "Every grant P holds. D renews these alone")
+@case(607, "Every grant P holds. D renews these alone, each for another Welcome.lease.")
 async def heartbeats_forget_what_was_left(p: PrefillHand) -> None:
     """After the caller has left, heartbeats list its grant no more."""
     d = await p.decode(KitTimes(heartbeat=0.2, lease=0.6))

@@ -28,7 +28,11 @@ async def unknown_fields_of_the_caller(p: PrefillHand) -> None:
     p.check_first_token(request, d)
 
 
-@case(802, "A later version therefore adds only fields that may be ignored,")
+@case(
+    802,
+    "A later version therefore adds only fields that may be ignored, or a name in"
+    " Hello.features for those that may not.",
+)
 async def unknown_fields_of_d(p: PrefillHand) -> None:
     """A D whose every answer has fields of a later version gets the request all the same."""
     d = await p.decode()
@@ -40,8 +44,8 @@ async def unknown_fields_of_d(p: PrefillHand) -> None:
 
 @case(
     803,
-    "with FEATURE where the value names a way to do the thing (kind of a layout's group or plane,"
-    " transport of a Transfer, direction)",
+    "with FEATURE where the value names a way to do the thing (kind of a layout's group or"
+    " plane, transport of a Transfer, direction), with BAD_REQUEST elsewhere.",
 )
 async def an_unknown_direction(p: PrefillHand) -> None:
     """A direction of a later version is refused by name."""

@@ -87,9 +87,9 @@ async def a_bad_endpoint(p: PrefillHand) -> None:
 
 @case(
     708,
-    'Reserved. A field or value that says "reserved" is part of the protocol\'s shape. A request'
-    " that uses one is refused with UNIMPLEMENTED and reason FEATURE by a server that was not built"
-    " for it,",
+    'Reserved. A field or value that says "reserved" is part of the protocol\'s shape. A'
+    " request that uses one is refused with UNIMPLEMENTED and reason FEATURE by a server"
+    " that was not built for it, and so is one that needs a feature which was not negotiated",
 )
 async def reserved_sampling_fields(p: PrefillHand) -> None:
     """Each reserved field of sampling is refused by name, and its neutral value is taken."""
@@ -154,7 +154,9 @@ async def a_long_request_id(p: PrefillHand) -> None:
 
 @case(
     714,
-    "BAD_REQUEST comes with google.rpc.BadRequest, a violation for each field that is wrong",
+    "BAD_REQUEST comes with google.rpc.BadRequest, a violation for each field that is"
+    " wrong, by its path from the message sent, such as sampling.top_p or"
+    " hello.instance.name",
 )
 async def every_violation_is_named(p: PrefillHand) -> None:
     """Sampling fields out of their bounds, each alone and all at once, are named by their paths."""
@@ -171,7 +173,12 @@ async def every_violation_is_named(p: PrefillHand) -> None:
     expect(not missing, "a violation for each field that is wrong", f"none for {missing}")
 
 
-@case(715, "and so is one that needs a feature which was not negotiated; neither is ever ignored.")
+@case(
+    715,
+    "A request that uses one is refused with UNIMPLEMENTED and reason FEATURE by a server"
+    " that was not built for it, and so is one that needs a feature which was not"
+    " negotiated; neither is ever ignored.",
+)
 async def logprobs_that_were_not_negotiated(p: PrefillHand) -> None:
     """A request for log-probabilities goes to no D whose Welcome does not list logprobs: it is
     refused by name, and D is asked for no blocks."""
@@ -200,7 +207,9 @@ async def the_same_ref_twice(p: PrefillHand) -> None:
     expect_equal(len(d.allocate.seen), 1, "the number of Allocates")
 
 
-@case(721, "A greater attempt supersedes a smaller one everywhere")
+@case(
+    721, "A greater attempt supersedes a smaller one everywhere, even when it comes from another P"
+)
 async def a_greater_attempt(p: PrefillHand) -> None:
     """Attempt 2 comes while attempt 1 is in flight: that hears SUPERSEDED with both attempts, its D
     hears Release, and attempt 2 is handed over."""
@@ -240,7 +249,11 @@ async def a_smaller_attempt(p: PrefillHand) -> None:
     expect_equal(other.hello.seen, [], "the sessions with the D that it named")
 
 
-@case(723, "ABORTED with RELEASED when it has ended here and is remembered,")
+@case(
+    723,
+    "ABORTED with RELEASED when it has ended here and is remembered, with STALE_ATTEMPT or"
+    " SUPERSEDED when a greater attempt is known or comes",
+)
 async def a_ref_that_has_ended(p: PrefillHand) -> None:
     """A ref that was handed over, and one that failed, are refused when they come again; the next
     attempt is taken."""

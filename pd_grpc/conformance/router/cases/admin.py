@@ -41,7 +41,7 @@ async def a_request_in_flight_is_listed(r: RouterHand) -> None:
     expect_equal(await r.listed(one.ref.transfer_id), None, "what is listed of an ended request:")
 
 
-@case(703, "on the router P's and D's as \"p > d\"")
+@case(703, "on the router P's and D's as \"p > d\", D's alone when it prefills itself.")
 async def a_request_is_described(r: RouterHand) -> None:
     """GetTransfer says who has a request, by which name the client knows it, and how long it is."""
     name = r.name("n")

@@ -162,7 +162,11 @@ async def text_ends_before_a_stop_string(r: RouterHand) -> None:
     expect_equal(_text(one), whole[: whole.index(stop)], "the text before the stop string")
 
 
-@case(313, "or that may be the beginning of a stop string, comes with a later message")
+@case(
+    313,
+    "Text whose last character is incomplete, or that may be the beginning of a stop"
+    " string, comes with a later message.",
+)
 async def the_beginning_of_a_stop_string_waits(r: RouterHand) -> None:
     """Text that a stop string begins with is shown no sooner than it is known not to be one."""
     begun = await _text_of(r, ANSWER[:3])

@@ -40,7 +40,7 @@ async def the_client_leaves_in_mid_answer(r: RouterHand) -> None:
     await one.decode.cancelled("the client has left")
 
 
-@case(503, "unique in flight")
+@case(503, "The client's name for the request, up to 128 characters, unique in flight.")
 async def a_name_is_free_when_its_client_has_left(r: RouterHand) -> None:
     """The name of a request whose client has left can be used again."""
     name = r.name("n")

@@ -41,7 +41,7 @@ async def each_failure_of_prefill(r: RouterHand) -> None:
             await r.subject.routes_to(r.d)
 
 
-@case(402, "A failure carries the code that the status table lets a client see")
+@case(402, "A failure carries the code that the status table lets a client see, and its reason.")
 async def each_failure_of_decode(r: RouterHand) -> None:
     """D fails for each reason of the status table: the client hears the reason, with the code meant
     for it, and P's leg is cancelled."""

@@ -29,7 +29,7 @@ async def both_legs_at_once(r: RouterHand) -> None:
     await one.finish(ANSWER)
 
 
-@case(202, "1 to 128 characters of [A-Za-z0-9._:-]")
+@case(202, "1 to 128 characters of [A-Za-z0-9._:-], unique for ever")
 async def one_ref_on_both_legs(r: RouterHand) -> None:
     """Both legs carry the same well-formed transfer_id, and attempt 1."""
     one = await r.routed()
@@ -41,7 +41,11 @@ async def one_ref_on_both_legs(r: RouterHand) -> None:
     await one.finish(ANSWER)
 
 
-@case(203, "unique for ever; at least 128 random bits when pd-grpc mints it")
+@case(
+    203,
+    "1 to 128 characters of [A-Za-z0-9._:-], unique for ever; at least 128 random bits when"
+    " pd-grpc mints it.",
+)
 async def transfer_ids_are_random(r: RouterHand) -> None:
     """The ids of requests with one and the same request_id, one after another, are all different
     and random."""

@@ -62,7 +62,11 @@ async def a_lost_instance_is_not_ready(r: RouterHand) -> None:
     await one.finish(ANSWER)
 
 
-@case(605, "the empty name is SERVING while the process is up")
+@case(
+    605,
+    "the empty name is SERVING while the process is up, the full name of a service of its"
+    " own while it takes new requests, and NOT_SERVING otherwise.",
+)
 async def liveness_is_not_readiness(r: RouterHand) -> None:
     """A router without a ready P is alive."""
     r.instances.set_ready(r.p, False)
@@ -73,7 +77,8 @@ async def liveness_is_not_readiness(r: RouterHand) -> None:
 
 @case(
     606,
-    "the full name of a service of its own while it takes new requests, and NOT_SERVING otherwise",
+    "the empty name is SERVING while the process is up, the full name of a service of its"
+    " own while it takes new requests, and NOT_SERVING otherwise.",
 )
 async def readiness_is_pushed(r: RouterHand) -> None:
     """A health Watch is told when the router turns NOT_SERVING, and when it is back."""

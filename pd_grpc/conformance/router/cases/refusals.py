@@ -92,7 +92,12 @@ async def messages_without_content(r: RouterHand) -> None:
     await one.finish(ANSWER)
 
 
-@case(134, "BAD_REQUEST comes with google.rpc.BadRequest, a violation for each field that is wrong")
+@case(
+    134,
+    "BAD_REQUEST comes with google.rpc.BadRequest, a violation for each field that is"
+    " wrong, by its path from the message sent, such as sampling.top_p or"
+    " hello.instance.name",
+)
 async def sampling_out_of_bounds(r: RouterHand) -> None:
     """Each bound of sampling is kept, and a refusal names the field."""
     for name, fields in _OUT_OF_BOUNDS:
@@ -101,7 +106,12 @@ async def sampling_out_of_bounds(r: RouterHand) -> None:
         check_field(fault, name)
 
 
-@case(135, "a violation for each field that is wrong")
+@case(
+    135,
+    "BAD_REQUEST comes with google.rpc.BadRequest, a violation for each field that is"
+    " wrong, by its path from the message sent, such as sampling.top_p or"
+    " hello.instance.name",
+)
 async def every_wrong_field_is_named(r: RouterHand) -> None:
     """A request with two wrong fields is refused with a violation for each."""
     sampling = sampling_pb2.SamplingParams(max_tokens=8, temperature=-1, top_p=2)
@@ -171,7 +181,7 @@ async def no_room_after_earlier_output(r: RouterHand) -> None:
     check_field(fault, "generated_token_ids")
 
 
-@case(141, "The client's name for the request, up to 128 characters")
+@case(141, "The client's name for the request, up to 128 characters, unique in flight.")
 async def a_request_id_too_long(r: RouterHand) -> None:
     """A name of 129 characters is refused."""
     fault = await r.refused(Reason.BAD_REQUEST, "the name is too long", request_id="x" * 129)
@@ -180,8 +190,8 @@ async def a_request_id_too_long(r: RouterHand) -> None:
 
 @case(
     142,
-    "A request that uses one is refused with UNIMPLEMENTED and reason FEATURE by a server "
-    "that was not built for it",
+    "A request that uses one is refused with UNIMPLEMENTED and reason FEATURE by a server"
+    " that was not built for it, and so is one that needs a feature which was not negotiated",
 )
 async def reserved_sampling(r: RouterHand) -> None:
     """Each reserved field of sampling is refused by its name."""
@@ -202,7 +212,11 @@ async def reserved_scope(r: RouterHand) -> None:
         _names_feature(fault.metadata.get("feature", ""), name)
 
 
-@case(144, "with FEATURE where the value names a way to do the thing")
+@case(
+    144,
+    "with FEATURE where the value names a way to do the thing (kind of a layout's group or"
+    " plane, transport of a Transfer, direction), with BAD_REQUEST elsewhere.",
+)
 async def an_unknown_direction(r: RouterHand) -> None:
     """A direction of a later version is refused."""
     scope = sampling_pb2.RequestScope()
@@ -211,7 +225,11 @@ async def an_unknown_direction(r: RouterHand) -> None:
     _names_feature(fault.metadata.get("feature", ""), "direction")
 
 
-@case(150, "ALREADY_EXISTS with DUPLICATE_REQUEST while the same request_id is in flight")
+@case(
+    150,
+    "ALREADY_EXISTS with DUPLICATE_REQUEST while the same request_id is in flight, or of a"
+    " hand-over with DUPLICATE_TRANSFER while the same ref has a client",
+)
 async def a_request_id_in_flight(r: RouterHand) -> None:
     """A second request of a name in flight is refused, the first goes on, and the name is free
     again after its end."""
