@@ -19,6 +19,7 @@ from pd_grpc.conformance.case import (
     broken,
     expect,
     expect_equal,
+    parsed,
     show,
     within,
 )
@@ -51,6 +52,19 @@ async def if_served(call: Awaitable[M], what: str) -> M:
         broken(what, fault)
 
 
+async def refusal_if_served(call: Awaitable[object], reason: Reason, what: str) -> Fault:
+    """The fault of a unary call that must be refused for `reason`, of a service that a subject may
+    do without. NotApplicable when it does."""
+    try:
+        got = await within(None, call, f"{reason.value}: {what}")
+    except grpc.RpcError as error:
+        fault = read_error(error)
+        if isinstance(fault, TransportFault) and fault.code is Code.UNIMPLEMENTED:
+            raise NotApplicable("the method is not served") from None
+        return check_fault(fault, reason, what)
+    broken(f"{reason.value}: {what}", got)
+
+
 async def refusal(
     call: Awaitable[object], reason: Reason, what: str, seconds: float | None = None
 ) -> Fault:
@@ -69,7 +83,7 @@ async def refusal_details(
         metadata: Any = error.trailing_metadata()
         details = dict(metadata or ()).get(_DETAILS_KEY, b"")
         fault = check_fault(read_error(error), reason, what)
-        return fault, status_pb2.Status.FromString(details)
+        return fault, parsed(status_pb2.Status.FromString, details, f"{_DETAILS_KEY} of {fault}")
     broken(wanted, got)
 
 
@@ -89,6 +103,11 @@ def check_field(fault: Fault, name: str) -> None:
     """Broken unless BadRequest names a field called `name`, wherever it lies in the message."""
     called = [re.sub(r"\[\d+\]", "", wrong.field).split(".")[-1] for wrong in fault.fields]
     expect(name in called, f"a violation of BadRequest that names {name}", called)
+
+
+def check_feature(fault: Fault, path: str) -> None:
+    """Broken unless the metadata names the field that needs what is not built, by its path."""
+    expect_equal(fault.metadata.get("feature"), path, "metadata 'feature'")
 
 
 def check_metadata(fault: Fault, **wanted: object) -> None:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any, Generic, NoReturn, TypeVar
 
 from google.protobuf import text_format
-from google.protobuf.message import Message
+from google.protobuf.message import DecodeError, Message
 
 T = TypeVar("T")
 S = TypeVar("S")
@@ -32,6 +32,11 @@ def quiet_s() -> float:
     """How long to listen for what must not come, where the protocol gives no time: it would come at
     once."""
     return min(0.2, answer_s() / 5)
+
+
+def soon_s() -> float:
+    """A budget or a wait that is to be over soon, yet not before the subject has answered."""
+    return max(0.4, answer_s() / 10)
 
 
 class Broken(Exception):
@@ -64,8 +69,8 @@ class Cases(Generic[S]):
     def __call__(
         self, number: int, rule: str
     ) -> Callable[[Callable[[S], Awaitable[None]]], Callable[[S], Awaitable[None]]]:
-        """Register a coroutine function as case `number`; the first line of its docstring says what
-        it does. ValueError when the number is taken."""
+        """Register a coroutine function as case `number`; its docstring, one sentence, says what it
+        does. ValueError when the number is taken."""
         case_id = f"{self._prefix}{number:03d}"
 
         def register(run: Callable[[S], Awaitable[None]]) -> Callable[[S], Awaitable[None]]:
@@ -104,6 +109,14 @@ def expect(condition: bool, expected: str, seen: object) -> None:
 def expect_equal(seen: object, wanted: object, what: str) -> None:
     """Broken unless `seen` is what was wanted."""
     expect(seen == wanted, f"{what} {show(wanted)}", seen)
+
+
+def parsed(parse: Callable[[S], T], sent: S, what: str) -> T:
+    """What the subject sent, as the kit's own code reads it. Broken where it cannot be read."""
+    try:
+        return parse(sent)
+    except (ValueError, DecodeError) as error:
+        broken(f"{what} that can be used", f"{show(sent)}: {error}")
 
 
 async def within(seconds: float | None, awaitable: Awaitable[T], what: str) -> T:

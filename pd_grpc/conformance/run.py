@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import time
+import traceback
 from collections.abc import Callable, Iterable
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from typing import Protocol, TypeVar
 
 import grpc
-from google.protobuf.message import DecodeError
 
 from pd_grpc.conformance.case import Broken, Case, NotApplicable
 from pd_grpc.conformance.transcript import Transcript
@@ -21,6 +21,11 @@ C = TypeVar("C")
 
 EXPLAINED_MESSAGES = 40
 """Messages shown of a case that failed, the last ones."""
+
+KIT_FAILED = "the kit failed"
+"""How the explanation begins where it was the kit that went wrong, and not the subject."""
+DID_NOT_END = "the case did not end within"
+"""How it begins where neither came to an end."""
 
 
 class Subject(Protocol[S]):
@@ -74,14 +79,13 @@ async def run_case(subject: Subject[C], case: Case[C]) -> Result:
     except NotApplicable as why:
         return result(None, f"does not apply: {why}")
     except asyncio.TimeoutError:
-        return result(False, f"the case did not end within {subject.patience_s:g} s")
+        return result(False, f"{DID_NOT_END} {subject.patience_s:g} s")
     except Broken as why:
         return result(False, str(why))
     except grpc.RpcError as error:
         return result(False, f"a call failed that should not have: {read_error(error)}")
-    except (DecodeError, asyncio.InvalidStateError, ValueError, LookupError) as error:
-        # What the subject sent could not be used as the protocol has it.
-        return result(False, f"an answer of no use: {type(error).__name__}: {error}")
+    except Exception:  # noqa: BLE001 - a judge gives a verdict on every case
+        return result(False, f"{KIT_FAILED}: {traceback.format_exc()}")
     return result(True, "")
 
 

@@ -1,0 +1,69 @@
+"""A run gives a verdict on every case, whatever goes wrong in one."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+
+import pytest
+from google.rpc import status_pb2
+
+from pd_grpc.conformance.case import Broken, Cases, parsed
+from pd_grpc.conformance.run import DID_NOT_END, KIT_FAILED, run_cases
+from pd_grpc.conformance.transcript import Transcript
+from pd_grpc.protocol.messages import layout_from_proto
+from pd_grpc.v1 import layout_pb2
+
+
+class Nobody:
+    """A subject that no case asks anything."""
+
+    patience_s = 0.05
+
+    @contextlib.asynccontextmanager
+    async def case(self, case_id: str, transcript: Transcript) -> AsyncIterator[None]:
+        yield
+
+
+async def test_a_mistake_of_the_kits_fails_its_case_alone() -> None:
+    cases: Cases[None] = Cases("X")
+
+    @cases(1, "A rule.")
+    async def one_that_is_wrong_itself(hand: None) -> None:
+        """Something is looked up that is not there."""
+        raise SystemError("negative length")
+
+    @cases(2, "A rule.")
+    async def one_that_is_right(hand: None) -> None:
+        """Nothing is done."""
+
+    wrong, right = await run_cases(Nobody(), cases)
+
+    assert wrong.passed is False
+    assert wrong.explanation.startswith(KIT_FAILED)
+    assert "one_that_is_wrong_itself" in wrong.explanation
+    assert "SystemError: negative length" in wrong.explanation
+    assert right.passed is True
+
+
+async def test_a_case_that_does_not_end_is_ended() -> None:
+    cases: Cases[None] = Cases("X")
+
+    @cases(1, "A rule.")
+    async def without_end(hand: None) -> None:
+        """Waits for what never comes."""
+        await asyncio.Event().wait()
+
+    (result,) = await run_cases(Nobody(), cases)
+
+    assert result.passed is False
+    assert result.explanation.startswith(DID_NOT_END)
+
+
+def test_what_cannot_be_read_is_the_subjects_fault() -> None:
+    with pytest.raises(Broken, match="details that can be used"):
+        parsed(status_pb2.Status.FromString, b"\xff", "details")
+    layout = layout_pb2.KvLayout(block_size=16, groups=[layout_pb2.KvGroup(kind=77)])
+    with pytest.raises(Broken, match=r"groups\[0\]"):
+        parsed(layout_from_proto, layout, "the layout")
