@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pd_grpc.blocks.pool import blocks_for
 from pd_grpc.decode.transfer import ClientLeg, Transfer
 from pd_grpc.protocol.config import EngineConfig
-from pd_grpc.protocol.faults import Fault, Reason, bad_request
+from pd_grpc.protocol.faults import Fault, Reason, bad_request, not_meant
 from pd_grpc.protocol.messages import (
     prompt_digest,
     sampling_from_proto,
@@ -61,11 +61,8 @@ def check_ref(ref: types_pb2.TransferRef, here: types_pb2.Instance, any_epoch: b
     if wrong:
         raise bad_request(wrong)
     if ref.decode_epoch != here.epoch and not (any_epoch and ref.decode_epoch == 0):
-        raise Fault(
-            Reason.STALE_EPOCH,
-            f"the transfer means another process of {here.name}",
-            {"meant": str(ref.decode_epoch), "here": str(here.epoch)},
-        )
+        text = f"the transfer means another process of {here.name}"
+        raise not_meant(Reason.STALE_EPOCH, text, ref.decode_epoch, here.epoch)
 
 
 def check_features(
@@ -172,11 +169,8 @@ def check_handoff(request: inference_pb2.GenerateRequest, here: types_pb2.Instan
     """Fault when the client's leg of a hand-over means another D."""
     name = request.handoff.decode_name
     if name and name != here.name:
-        raise Fault(
-            Reason.WRONG_INSTANCE,
-            f"this is {here.name}, not {name}",
-            {"meant": name, "here": here.name},
-        )
+        text = f"this is {here.name}, not {name}"
+        raise not_meant(Reason.WRONG_INSTANCE, text, name, here.name)
     check_ref(request.handoff.ref, here, any_epoch=True)
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pd_grpc.decode.sender_shard import missing_part
 from pd_grpc.decode.transfer import Owner
 from pd_grpc.protocol.config import Timeouts
-from pd_grpc.protocol.faults import Fault, Reason, bad_request
+from pd_grpc.protocol.faults import Fault, Reason, bad_request, not_meant
 from pd_grpc.protocol.layout import KvLayout
 from pd_grpc.protocol.messages import duration, layout_from_proto, layout_to_proto
 from pd_grpc.protocol.refs import name_errors
@@ -151,11 +151,8 @@ class Sessions:
             raise bad_request(wrong)
         ours = self._offer.instance
         if hello.decode_name and hello.decode_name != ours.name:
-            raise Fault(
-                Reason.WRONG_INSTANCE,
-                f"this is {ours.name}, not {hello.decode_name}",
-                {"meant": hello.decode_name, "here": ours.name},
-            )
+            text = f"this is {ours.name}, not {hello.decode_name}"
+            raise not_meant(Reason.WRONG_INSTANCE, text, hello.decode_name, ours.name)
         self._check_layouts(hello.layouts)
         _check_means(hello)
         for shard in hello.shards:

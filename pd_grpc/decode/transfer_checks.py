@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pd_grpc.decode.sender_shard import missing_part
 from pd_grpc.decode.sessions import INLINE, transport_name
-from pd_grpc.protocol.faults import Fault, Reason, bad_request
+from pd_grpc.protocol.faults import Fault, Reason, bad_request, not_meant
 from pd_grpc.protocol.layout import KvLayout
 from pd_grpc.protocol.refs import name_errors, ref_errors
 from pd_grpc.protocol.sampling import FieldError
@@ -18,12 +18,11 @@ def check_open(message: transfer_pb2.TransferOpen, decode_epoch: int, layout: Kv
     if wrong:
         raise bad_request(wrong)
     if message.ref.decode_epoch != decode_epoch:
-        meant, here = str(message.ref.decode_epoch), str(decode_epoch)
         text = "the transfer means another process of this decode instance"
-        raise Fault(Reason.STALE_EPOCH, text, {"meant": meant, "here": here})
+        raise not_meant(Reason.STALE_EPOCH, text, message.ref.decode_epoch, decode_epoch)
     if message.transport not in INLINE:
         name = transport_name(message.transport)
-        raise Fault(Reason.FEATURE, f"{name} is not supported", {"feature": name})
+        raise Fault(Reason.FEATURE, f"{name} is not supported", {"feature": "open.transport"})
     lacks = missing_part(message.sender, layout)
     if lacks is not None:
         text = f"a sender with {lacks.field} {lacks.theirs} is not supported"
@@ -52,7 +51,7 @@ def check_range(
         wrong.append(FieldError("chunk.payload", text))
     if chunk.HasField("descriptor"):
         text = "chunk.descriptor is not supported"
-        raise Fault(Reason.FEATURE, text, {"feature": "descriptor"})
+        raise Fault(Reason.FEATURE, text, {"feature": "chunk.descriptor"})
     if wrong:
         raise bad_request(wrong)
 

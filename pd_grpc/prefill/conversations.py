@@ -15,7 +15,7 @@ from pd_grpc.prefill.sessions import DecodeSession, Phase
 from pd_grpc.prefill.states import PrefillRecord, PrefillState
 from pd_grpc.prefill.validation import ModelLimits
 from pd_grpc.protocol.config import PrefillConfig
-from pd_grpc.protocol.faults import Fault, Reason
+from pd_grpc.protocol.faults import Fault, Reason, not_meant
 from pd_grpc.protocol.messages import layout_to_proto
 from pd_grpc.protocol.refs import key_of
 from pd_grpc.v1 import decode_pb2, layout_pb2, types_pb2
@@ -261,9 +261,7 @@ class Conversations:
 
 def _same(session: DecodeSession, twin: DecodeSession) -> Fault:
     name = session.instance.name
-    return Fault(
-        Reason.WRONG_INSTANCE,
-        f"{session.endpoint} is {name}, which is in use here as {twin.endpoint}; "
-        "name it by one address",
-        {"field": "decodes.endpoint", "ours": twin.endpoint, "theirs": session.endpoint},
+    text = f"{session.endpoint} is {name}, which is in use here as {twin.endpoint}"
+    return not_meant(
+        Reason.WRONG_INSTANCE, f"{text}; name it by one address", session.endpoint, twin.endpoint
     )

@@ -16,7 +16,7 @@ from pd_grpc.prefill.sessions import DecodeSession, Phase
 from pd_grpc.prefill.states import PrefillRecord, PrefillState
 from pd_grpc.prefill.validation import ModelLimits
 from pd_grpc.protocol.config import PrefillConfig
-from pd_grpc.protocol.faults import Fault, Reason
+from pd_grpc.protocol.faults import Fault, Reason, not_meant
 from pd_grpc.protocol.messages import duration
 from pd_grpc.protocol.refs import TransferKey
 from pd_grpc.v1 import decode_pb2, prefill_pb2, types_pb2
@@ -232,18 +232,12 @@ def _objection(record: PrefillRecord, session: DecodeSession) -> Fault | None:
     """Why this D need not even be asked."""
     name = session.instance.name
     if record.target.name not in ("", name):
-        return Fault(
-            Reason.WRONG_INSTANCE,
-            f"{session.endpoint} is {name}, not {record.target.name}",
-            {"field": "decode_name", "ours": record.target.name, "theirs": name},
-        )
+        text = f"{session.endpoint} is {name}, not {record.target.name}"
+        return not_meant(Reason.WRONG_INSTANCE, text, record.target.name, name)
     meant = record.request.ref.decode_epoch
     if record.choice == 0 and meant not in (0, session.instance.epoch):
-        return Fault(
-            Reason.STALE_EPOCH,
-            f"the transfer means another process of {name}",
-            {"meant": str(meant), "here": str(session.instance.epoch)},
-        )
+        text = f"the transfer means another process of {name}"
+        return not_meant(Reason.STALE_EPOCH, text, meant, session.instance.epoch)
     if session.draining:
         return Fault(Reason.DRAINING, f"decode instance {name} is draining")
     if record.sampling.logprobs is not None and "logprobs" not in session.welcome.features:

@@ -20,7 +20,7 @@ from pd_grpc.prefill.notices import (
     Unreachable,
 )
 from pd_grpc.protocol.config import Timeouts
-from pd_grpc.protocol.faults import Code, Fault, Reason, TransportFault
+from pd_grpc.protocol.faults import Code, Fault, Reason, TransportFault, not_meant
 from pd_grpc.protocol.layout import KvLayout
 from pd_grpc.protocol.messages import layout_from_proto, seconds
 from pd_grpc.protocol.timers import Timers
@@ -198,7 +198,9 @@ class DecodeSession:
             return [*self._become_idle(), Refused(own, self._name)]
         if isinstance(fault, TransportFault) and fault.code is Code.UNIMPLEMENTED:
             text = f"{self._who} is no decode instance: {fault.message}"
-            return [*self._become_idle(), Refused(Fault(Reason.WRONG_INSTANCE, text), self._name)]
+            meant = self._name or self.endpoint
+            wrong = not_meant(Reason.WRONG_INSTANCE, text, meant, "")
+            return [*self._become_idle(), Refused(wrong, self._name)]
         why = "the session ended" if fault is None else str(fault)
         if self.phase is Phase.CONNECTING:
             return self._failed_to_connect(why, now)
@@ -314,13 +316,11 @@ class DecodeSession:
         for feature in ("grant_needs_client", "first_token_by_decode"):
             if getattr(welcome, feature):
                 text = f"{self.endpoint} asks for {feature}, which is not supported"
-                return Fault(Reason.FEATURE, text, {"feature": feature})
+                return Fault(Reason.FEATURE, text, {"feature": f"welcome.{feature}"})
         if self._name and welcome.instance.name != self._name:
-            return Fault(
-                Reason.WRONG_INSTANCE,
-                f"{self.endpoint} is {welcome.instance.name}, not {self._name}",
-                {"field": "decode_name", "ours": self._name, "theirs": welcome.instance.name},
-            )
+            here = welcome.instance.name
+            text = f"{self.endpoint} is {here}, not {self._name}"
+            return not_meant(Reason.WRONG_INSTANCE, text, self._name, here)
         return None
 
     def _misspoke(self, what: str, now: float) -> list[Output]:

@@ -6,7 +6,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from pd_grpc.protocol.faults import Fault, Reason, bad_request
+from pd_grpc.protocol.faults import Fault, Reason, bad_request, not_meant
 from pd_grpc.protocol.layout import KvLayout
 from pd_grpc.protocol.messages import (
     sampling_from_proto,
@@ -44,11 +44,8 @@ def check_prefill(
     """The sampling of a request that can be taken in by the instance `name`; Fault otherwise.
     `tokens` are its `tokens_of`, which is slow and wanted by others too."""
     if request.prefill_name not in ("", name):
-        raise Fault(
-            Reason.WRONG_INSTANCE,
-            f"this is {name}, not {request.prefill_name}",
-            {"field": "prefill_name", "ours": name, "theirs": request.prefill_name},
-        )
+        meant = request.prefill_name
+        raise not_meant(Reason.WRONG_INSTANCE, f"this is {name}, not {meant}", meant, name)
     _check_features(request, limits)
     sampling = sampling_from_proto(request.sampling)
     wrong = [

@@ -326,7 +326,7 @@ def transport_fault(error: TransportFault, who: str, lost: Reason, stage: str) -
         return Fault(Reason.TOO_LARGE, text)
     if error.code is Code.UNIMPLEMENTED:
         text = f"another service answered stage '{stage}' where {who} was: {error.message}"
-        return Fault(Reason.WRONG_INSTANCE, text)
+        return not_meant(Reason.WRONG_INSTANCE, text, who, "")
     text = f"{who} failed in stage '{stage}': {error}"
     return Fault(Reason.ENGINE_ERROR, text)
 
@@ -361,6 +361,12 @@ def bad_request(fields: Sequence[FieldError]) -> Fault:
     """INVALID_ARGUMENT naming every field that is wrong, and its limit."""
     text = "; ".join(f"{f.field}: {f.description}" for f in fields)
     return Fault(Reason.BAD_REQUEST, text, fields=tuple(fields))
+
+
+def not_meant(reason: Reason, text: str, meant: object, here: object) -> Fault:
+    """WRONG_INSTANCE or STALE_EPOCH: who is `meant` and who is `here`, by name or by epoch; the
+    latter is empty where nobody knows."""
+    return Fault(reason, text, {"meant": str(meant), "here": str(here)})
 
 
 def stage_deadline(stage: str, budget: str = "") -> Fault:

@@ -75,7 +75,9 @@ def test_a_stream_refused_for_a_session_that_was_replaced_is_opened_again(world:
 def test_a_target_that_is_no_decode_instance_is_said_so(world: World) -> None:
     call = world.call()
     world.break_session(fault=TransportFault(Code.UNIMPLEMENTED, "Method not found!"))
-    assert world.fault(call).reason is Reason.WRONG_INSTANCE
+    fault = world.fault(call)
+    assert fault.reason is Reason.WRONG_INSTANCE
+    assert fault.metadata == {"meant": D1, "here": ""}
 
 
 def test_a_shard_that_has_everything_before_everything_was_sent_is_not_believed() -> None:

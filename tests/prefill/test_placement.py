@@ -172,6 +172,15 @@ def test_a_welcome_with_another_layout_is_turned_down(world: World) -> None:
     assert fault.metadata["field"] == "groups[0].planes[1].heads"
 
 
+def test_a_request_that_names_another_than_the_one_in_session_is_told_both(world: World) -> None:
+    world.call("t-1")
+    world.connect()
+    named = world.call("t-2", decode_name="d9")
+    fault = world.fault(named)
+    assert fault.reason is Reason.WRONG_INSTANCE
+    assert fault.metadata == {"meant": "d9", "here": "d1"}
+
+
 def test_another_instance_behind_the_address_fails_only_those_who_name_one(world: World) -> None:
     named = world.call("t-1", decode_name="d9")
     any_ = world.call("t-2")

@@ -83,7 +83,7 @@ def test_a_feature_that_is_not_built_is_refused(
 def test_a_call_for_another_instance_is_refused(world: World) -> None:
     fault = world.fault(world.call(prefill_name="p2"))
     assert fault.reason is Reason.WRONG_INSTANCE
-    assert (fault.metadata["ours"], fault.metadata["theirs"]) == ("p", "p2")
+    assert fault.metadata == {"meant": "p2", "here": "p"}
 
 
 def test_the_first_token_ends_the_answer_where_the_model_takes_no_more() -> None:

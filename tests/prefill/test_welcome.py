@@ -46,6 +46,14 @@ def test_a_transport_that_is_not_named_is_inline(world: World) -> None:
     assert world.state() is PrefillState.COMPUTING
 
 
+def test_a_welcome_of_another_instance_says_who_was_meant_and_who_is_there(world: World) -> None:
+    call = world.call(decode_name="d9")
+    world.connect(D1)
+    fault = world.fault(call)
+    assert fault.reason is Reason.WRONG_INSTANCE
+    assert fault.metadata == {"meant": "d9", "here": "d1"}
+
+
 @pytest.mark.parametrize("feature", ["grant_needs_client", "first_token_by_decode"])
 def test_a_d_that_asks_for_what_is_reserved_is_turned_down(world: World, feature: str) -> None:
     call = world.call(decodes=(D1, D2))
@@ -130,7 +138,7 @@ def test_a_d_in_use_by_another_address_is_turned_down_for_it_would_end_that_sess
     world.connect(D2)
     fault = world.fault(second)
     assert fault.reason is Reason.WRONG_INSTANCE
-    assert (fault.metadata["ours"], fault.metadata["theirs"]) == (D1, D2)
+    assert fault.metadata == {"meant": D2, "here": D1}
     # D took the newer session for the older one's successor; the older one comes back.
     world.break_session(D1, Fault(Reason.SUPERSEDED, "a newer session took over"))
     world.advance(0.1)

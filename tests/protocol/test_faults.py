@@ -376,5 +376,7 @@ def test_a_bare_status_means_the_same_to_every_caller(code: Code, reason: Reason
     fault = transport_fault(bare, "decode instance d1", Reason.DECODE_LOST, "allocate")
     assert fault.reason is reason
     assert "allocate" in fault.message
+    if reason is Reason.WRONG_INSTANCE:
+        assert fault.metadata == {"meant": "decode instance d1", "here": ""}
     if reason is not Reason.STAGE_DEADLINE:
         assert "decode instance d1" in fault.message and "words of grpc" in fault.message

@@ -6,6 +6,7 @@ import time
 
 from google.rpc import error_details_pb2, status_pb2
 
+from pd_grpc.conformance.calls import check_metadata
 from pd_grpc.conformance.case import answer_s, expect, expect_equal
 from pd_grpc.conformance.prefill.cases.registry import PREFILL_CASES as case
 from pd_grpc.conformance.prefill.decode import CONNECTION_LOST, KitTimes
@@ -235,6 +236,29 @@ async def another_process_is_meant(p: PrefillHand) -> None:
     stale = p.request(decode_epoch=d.instance.epoch - 1)
     await p.call(stale, d).fails(Reason.STALE_EPOCH, "another process of D is meant")
     expect_equal(len(d.allocate.seen), 1, "the number of Allocates")
+
+
+@case(
+    227,
+    "STALE_EPOCH and WRONG_INSTANCE have meant and here, which is empty where nobody told, but"
+    " STALE_EPOCH of a hello has epoch and newest",
+)
+async def who_was_meant_and_who_is_there(p: PrefillHand) -> None:
+    """A request that names another P, another D, or another process of D is refused with both
+    names, or both epochs, whether P has a session with that D or not."""
+    d, other = await p.decode(), await p.decode()
+    await p.call(p.request(), d).handed_off()
+    name = d.hello.seen[0].instance.name
+    fault = await p.refused(p.request(), Reason.WRONG_INSTANCE, "another P", prefill_name="kit-no")
+    check_metadata(fault, meant="kit-no", here=name)
+    for there in (d, other):
+        target = prefill_pb2.DecodeTarget(name="kit-no", endpoint=there.endpoint)
+        caller = p.call(p.request(), decodes=[target])
+        fault = await caller.fails(Reason.WRONG_INSTANCE, "another D is meant")
+        check_metadata(fault, meant="kit-no", here=there.instance.name)
+    epoch = d.instance.epoch
+    fault = await p.call(p.request(decode_epoch=epoch - 1), d).fails(Reason.STALE_EPOCH, "epochs")
+    check_metadata(fault, meant=epoch - 1, here=epoch)
 
 
 @case(225, "A D that is slow, full or silent delays only the requests meant for it.")

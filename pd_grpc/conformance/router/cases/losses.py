@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pd_grpc.conformance.calls import check_metadata
 from pd_grpc.conformance.case import expect
 from pd_grpc.conformance.router.answers import queued
 from pd_grpc.conformance.router.cases.registry import ROUTER_CASES as case
@@ -93,8 +94,10 @@ async def decode_restarts_unseen(r: RouterHand) -> None:
     one = await r.routed()
     r.instances.disturbed = True
     r.d.restart()
-    one.decode.fail(Fault(Reason.STALE_EPOCH, "another process answers here"))
-    await r.fails(one.client, Reason.STALE_EPOCH, "the process meant is gone")
+    epochs = {"meant": "1", "here": "2"}
+    one.decode.fail(Fault(Reason.STALE_EPOCH, "another process answers here", epochs))
+    fault = await r.fails(one.client, Reason.STALE_EPOCH, "the process meant is gone")
+    check_metadata(fault, **epochs)
     await one.prefill.cancelled("the process meant is gone")
     await r.subject.routes_to(r.d)
     after = await r.routed()

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from pd_grpc.blocks.pool import BlockState
-from pd_grpc.prefill import placement
+from pd_grpc.prefill import placement, sessions, validation
 from pd_grpc.prefill.decode_faults import another_may_do, as_fault
 from pd_grpc.prefill.machine import PrefillMachine
 from pd_grpc.prefill.prepare import PreparePool
@@ -15,7 +15,14 @@ from pd_grpc.prefill.requests import Requests
 from pd_grpc.prefill.sessions import DecodeSession
 from pd_grpc.prefill.states import PrefillRecord
 from pd_grpc.protocol import rpc
-from pd_grpc.protocol.faults import Code, Fault, Reason, TransportFault, read_status
+from pd_grpc.protocol.faults import (
+    Code,
+    Fault,
+    Reason,
+    TransportFault,
+    not_meant,
+    read_status,
+)
 from tests.conformance.mutants.prefill.registry import PREFILL_MUTANTS as mutant
 from tests.conformance.mutants.prefill.sessions import deaf_to
 
@@ -146,6 +153,20 @@ def any_process_of_d_will_do(patch: pytest.MonkeyPatch) -> None:
         return None if found is not None and found.reason is Reason.STALE_EPOCH else found
 
     patch.setattr(placement, "_objection", wrong)
+
+
+@mutant("P227")
+def who_is_there_is_said_of_p_alone(patch: pytest.MonkeyPatch) -> None:
+    for module in (placement, sessions):
+        patch.setattr(module, "not_meant", lambda reason, text, meant, here: Fault(reason, text))
+
+
+@mutant("P227")
+def ours_is_what_is_meant(patch: pytest.MonkeyPatch) -> None:
+    def wrong(reason, text, meant, here):  # type: ignore[no-untyped-def]
+        return not_meant(reason, text, here, meant)
+
+    patch.setattr(validation, "not_meant", wrong)
 
 
 @mutant("P225")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from pd_grpc.protocol.faults import Fault, Reason
@@ -72,6 +74,18 @@ def the_first_epoch_is_kept(patch: pytest.MonkeyPatch) -> None:
         view.epoch = before or view.epoch
 
     patch.setattr(Discovery, "_identify", wrong)
+
+
+@mutant("R427")
+def what_a_leg_said_is_lost(patch: pytest.MonkeyPatch) -> None:
+    right = RoutedRequest._of_leg
+
+    def wrong(self, error, *arguments):  # type: ignore[no-untyped-def]
+        if isinstance(error, Fault):
+            error = replace(error, metadata={})
+        return right(self, error, *arguments)
+
+    patch.setattr(RoutedRequest, "_of_leg", wrong)
 
 
 @mutant("R427")
