@@ -54,7 +54,8 @@ class TransferServiceServicer(object):
         it may be reopened while the grant lives, and opened then lists what D has. A shard with
         nothing to send still opens and ends. A grant the shard has not heard of yet is waited for, for
         Welcome.kv_progress; RESOURCE_EXHAUSTED with QUEUE_FULL when too many are. P opens a stream
-        that was lost again, and sends only what opened does not list.
+        that was lost again, and sends only what opened does not list. Grants are received side by
+        side, each on a stream of its own.
 
         An accepted chunk renews the grant. An identical range again is acknowledged, not refused; what
         is verified already is not written a second time, and a chunk that brings nothing new renews
