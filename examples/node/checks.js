@@ -272,7 +272,7 @@ class Checks {
     const errors = nameErrors(open.grant_id, 'open.grant_id', 1);
     const key = this.ref(open.ref, 'open.ref');
     if (errors.length) throw badRequest(...errors);
-    if (open.transport > INLINE) throw feature(transportName(open.transport));
+    if (open.transport > INLINE) throw feature('open.transport', transportName(open.transport));
     const lacks = open.sender && this.missingPart(open.sender);
     if (lacks) throw feature(`open.sender.${lacks.field}`);
     if (open.shard_index) {
@@ -284,7 +284,7 @@ class Checks {
   /** A chunk's ranges within the `wanted` blocks, and a payload of their size. */
   chunk(chunk, wanted) {
     if (chunk.group > 0) throw badRequest(wrong('chunk.group', 'there is 1'));
-    if (chunk.descriptor) throw feature('descriptor');
+    if (chunk.descriptor) throw feature('chunk.descriptor');
     const { layers, layerBytes } = this.model, errors = [];
     if (chunk.layer_count < 1 || chunk.layer_start + chunk.layer_count > layers) {
       errors.push(wrong('chunk.layer_start', `the group has ${layers} layers`));

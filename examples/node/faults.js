@@ -127,8 +127,10 @@ function badRequest(...fields) {
   return new Fault('BAD_REQUEST', text, { fields });
 }
 
-function feature(name) {
-  return new Fault('FEATURE', `${name} is not supported`, { metadata: { feature: name } });
+/** What is not built: the field's path, and what it has. */
+function feature(field, value = '') {
+  const text = `${[field, value].filter(Boolean).join(' ')} is not supported`;
+  return new Fault('FEATURE', text, { metadata: { feature: field } });
 }
 
 function wrongState(text, state) {
