@@ -9,6 +9,7 @@ from pd_grpc.conformance.case import NotApplicable, broken
 from pd_grpc.conformance.decode.cases.registry import DECODE_CASES as case
 from pd_grpc.conformance.decode.handover import HandOver, granted
 from pd_grpc.conformance.decode.subject import DecodeHand
+from pd_grpc.conformance.sampling_values import beyond_bounds
 from pd_grpc.protocol.faults import Reason
 from pd_grpc.v1 import inference_pb2, sampling_pb2
 
@@ -85,18 +86,8 @@ async def no_max_tokens(d: DecodeHand) -> None:
 @case(657, "a field is malformed, empty or out of its bounds; the prompt is longer than the model")
 async def sampling_out_of_bounds(d: DecodeHand) -> None:
     """Each sampling field just beyond its bounds is refused by its name."""
-    beyond: dict[str, tuple[Any, ...]] = {
-        "temperature": (-0.1, 100.1),
-        "top_p": (0.0, 1.1),
-        "top_k": (-1,),
-        "min_tokens": (-1, 5),
-        "stop": (["x"] * 17, [""], ["x" * 257]),
-        "stop_token_ids": ([5] * 65,),
-    }
-    for name, values in beyond.items():
-        for value in values:
-            sampling = sampling_pb2.SamplingParams(max_tokens=4, **{name: value})
-            await _refused(d, name, sampling=sampling)
+    for field, sampling in beyond_bounds(d.subject.info.features):
+        await _refused(d, field, sampling=sampling)
 
 
 @case(658, "Output the client has already, fewer tokens than max_tokens.")

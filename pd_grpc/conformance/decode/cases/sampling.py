@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 from pd_grpc.conformance.calls import check_field
 from pd_grpc.conformance.decode.cases.registry import DECODE_CASES as case
 from pd_grpc.conformance.decode.subject import DecodeHand
+from pd_grpc.conformance.sampling_values import BOUNDS, sampling_with
 from pd_grpc.protocol.faults import Reason
-from pd_grpc.v1 import sampling_pb2
 
 
 @case(220, "0 means the router's default (256 unless configured); P and D refuse 0.")
 async def max_tokens(d: DecodeHand) -> None:
     """Values of max_tokens below 1 are refused, 1 is not."""
-    await _bounds(d, "max_tokens", good=[1], bad=[0, -1])
+    await _bounds(d, "max_tokens", 0)
 
 
 @case(
@@ -25,13 +24,13 @@ async def max_tokens(d: DecodeHand) -> None:
 )
 async def min_tokens(d: DecodeHand) -> None:
     """Values of min_tokens below 0 and above max_tokens are refused, both limits are not."""
-    await _bounds(d, "min_tokens", good=[0, 8], bad=[-1, 9])
+    await _bounds(d, "min_tokens")
 
 
 @case(222, "Flattens (above 1) or sharpens (below 1) the distribution; 0 to 100.")
 async def temperature(d: DecodeHand) -> None:
     """A temperature below 0, above 100 or that is no number is refused, 0 and 100 are not."""
-    await _bounds(d, "temperature", good=[0.0, 100.0], bad=[-0.01, 100.01, math.nan, math.inf])
+    await _bounds(d, "temperature")
 
 
 @case(
@@ -41,13 +40,13 @@ async def temperature(d: DecodeHand) -> None:
 )
 async def top_p(d: DecodeHand) -> None:
     """Values of top_p up to 0, above 1 and no number are refused, a little and 1 are not."""
-    await _bounds(d, "top_p", good=[1e-9, 1.0], bad=[0.0, -0.5, 1.01, math.nan])
+    await _bounds(d, "top_p")
 
 
 @case(224, "Only the k likeliest tokens; 0 is off, below 0 is refused.")
 async def top_k(d: DecodeHand) -> None:
     """Values of top_k below 0 are refused, 0 and the greatest are not."""
-    await _bounds(d, "top_k", good=[0, 2**31 - 1], bad=[-1])
+    await _bounds(d, "top_k")
 
 
 @case(
@@ -57,8 +56,7 @@ async def top_k(d: DecodeHand) -> None:
 )
 async def stop(d: DecodeHand) -> None:
     """Too many stop strings, an empty one and a long one are refused, the limits are not."""
-    longest = ["ü" * 256] * 16
-    await _bounds(d, "stop", good=[longest], bad=[[*longest, "x"], ["x", ""], ["x" * 257]])
+    await _bounds(d, "stop")
 
 
 @case(
@@ -68,24 +66,18 @@ async def stop(d: DecodeHand) -> None:
 )
 async def stop_token_ids(d: DecodeHand) -> None:
     """More than 64 stop token ids are refused, 64 are not."""
-    await _bounds(d, "stop_token_ids", good=[[*range(64)]], bad=[[*range(65)]])
+    await _bounds(d, "stop_token_ids")
 
 
-async def _bounds(d: DecodeHand, field: str, good: list[Any], bad: list[Any]) -> None:
-    """Broken unless D grants with each good value, and refuses each bad one naming the field."""
+async def _bounds(d: DecodeHand, field: str, *more_beyond: Any) -> None:
+    """Broken unless D grants with each value within the field's bounds, and refuses each one beyond
+    them naming the field."""
     p = await d.prefill()
-    for value in good:
+    for value in BOUNDS[field].within:
         request = d.request()
-        await p.allocate(request, sampling=_sampling(field, value))
+        await p.allocate(request, sampling=sampling_with(**{field: value}))
         await p.release(request)
-    for value in bad:
-        call = f"sampling.{field} {value!r}"[:80]
-        fault = await p.allocate_refused(
-            d.request(), Reason.BAD_REQUEST, call, sampling=_sampling(field, value)
-        )
+    for value in (*BOUNDS[field].beyond, *more_beyond):
+        call, sampling = f"sampling.{field} {value!r}"[:80], sampling_with(**{field: value})
+        fault = await p.allocate_refused(d.request(), Reason.BAD_REQUEST, call, sampling=sampling)
         check_field(fault, field)
-
-
-def _sampling(field: str, value: Any) -> sampling_pb2.SamplingParams:
-    params: dict[str, Any] = {"max_tokens": 8, "temperature": 0.0}
-    return sampling_pb2.SamplingParams(**{**params, field: value})
