@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Sequence
+from collections.abc import Sequence
 
-import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from pd_grpc.conformance.calls import Stream, check_fault, check_field, if_served
-from pd_grpc.conformance.case import NotApplicable, answer_s, broken, expect, expect_equal, within
+from pd_grpc.conformance.calls import Stream, check_field, if_served, refusal_if_served
+from pd_grpc.conformance.case import answer_s, expect, expect_equal
 from pd_grpc.conformance.decode.cases.registry import DECODE_CASES as case
 from pd_grpc.conformance.decode.pool import request_of
 from pd_grpc.conformance.decode.subject import DecodeHand
-from pd_grpc.protocol.faults import Code, Fault, Reason, TransportFault
+from pd_grpc.protocol.faults import Reason
 from pd_grpc.protocol.messages import duration
-from pd_grpc.protocol.rpc import read_error
 from pd_grpc.v1 import admin_pb2, types_pb2
 
 RESERVED = types_pb2.TRANSFER_STATE_RESERVED
@@ -51,7 +49,7 @@ async def server_info_counts_the_pool(d: DecodeHand) -> None:
     expect(all(counts.values()), "no state without blocks", counts)
 
 
-@case(902, "Every transfer that has not ended.")
+@case(902, "Oldest first.")
 async def transfers_in_flight_are_listed(d: DecodeHand) -> None:
     """Three transfers begin and one ends: the other two are listed, oldest first."""
     p = await d.prefill()
@@ -130,7 +128,9 @@ async def a_transfer_that_nobody_knows(d: DecodeHand) -> None:
     for transfer_id, attempt in ((d.request().transfer_id, 0), (request.transfer_id, 2)):
         asked = admin_pb2.GetTransferRequest(transfer_id=transfer_id, attempt=attempt)
         call = d.admin.GetTransfer(asked, timeout=answer_s())
-        await _refused(call, Reason.UNKNOWN_TRANSFER, f"attempt {attempt} of {transfer_id}")
+        await refusal_if_served(
+            call, Reason.UNKNOWN_TRANSFER, f"attempt {attempt} of {transfer_id}"
+        )
 
 
 @case(908, "Which attempt; 0 means the newest.")
@@ -173,7 +173,8 @@ async def a_page_too_large(d: DecodeHand) -> None:
     await _list(d, page_size=10_000)
     request = admin_pb2.ListTransfersRequest(page_size=10_001)
     call = d.admin.ListTransfers(request, timeout=answer_s())
-    check_field(await _refused(call, Reason.BAD_REQUEST, "a page of 10,001"), "page_size")
+    fault = await refusal_if_served(call, Reason.BAD_REQUEST, "a page of 10,001")
+    check_field(fault, "page_size")
 
 
 @case(911, "unset means the server's configured time, 0 none at all, and below 0 is refused.")
@@ -183,20 +184,9 @@ async def a_drain_in_the_past(d: DecodeHand) -> None:
     request = admin_pb2.DrainRequest(deadline=duration(0))
     request.deadline.seconds = -1
     call = d.admin.Drain(request, timeout=answer_s())
-    check_field(await _refused(call, Reason.BAD_REQUEST, "a deadline of -1 s"), "deadline")
+    fault = await refusal_if_served(call, Reason.BAD_REQUEST, "a deadline of -1 s")
+    check_field(fault, "deadline")
     await p.allocate(d.request())
-
-
-async def _refused(call: Awaitable[object], reason: Reason, what: str) -> Fault:
-    """The fault of a call that must be refused. NotApplicable where its method is not served."""
-    try:
-        got = await within(None, call, f"{reason.value}: {what}")
-    except grpc.RpcError as error:
-        fault = read_error(error)
-        if isinstance(fault, TransportFault) and fault.code is Code.UNIMPLEMENTED:
-            raise NotApplicable("the method is not served") from None
-        return check_fault(fault, reason, what)
-    broken(f"{reason.value}: {what}", got)
 
 
 async def _server_info(d: DecodeHand) -> admin_pb2.ServerInfo:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from pd_grpc.conformance.calls import check_field, refusal
-from pd_grpc.conformance.case import expect, expect_equal, quiet_s
+from pd_grpc.conformance.calls import check_feature, check_field, refusal
+from pd_grpc.conformance.case import answer_s, expect, expect_equal, quiet_s
 from pd_grpc.conformance.decode.cases.registry import DECODE_CASES as case
 from pd_grpc.conformance.decode.handover import HandOver, granted
 from pd_grpc.conformance.decode.pool import fill, wait_in_queue
@@ -114,7 +114,7 @@ async def another_sibling(d: DecodeHand) -> None:
     h = await granted(d)
     token = decode_pb2.FirstToken(token_id=h.any_token, sibling=1)
     fault = await h.first_token_refused(Reason.FEATURE, "a second sibling", tokens=[token])
-    expect(bool(fault.metadata.get("feature")), "the feature by name", dict(fault.metadata))
+    check_feature(fault, "tokens[0].sibling")
     await h.completes()
 
 
@@ -234,7 +234,7 @@ async def the_first_token_never_comes(d: DecodeHand) -> None:
     """All KV is there and no first token comes: client and P hear which stage took too long."""
     h = await granted(d)
     await h.send_kv()
-    limit = d.times.first_token + 1
+    limit = d.times.first_token + answer_s()
     fault = await h.leg.fails(Reason.STAGE_DEADLINE, "no first token came", limit)
     expect_equal(fault.metadata.get("stage"), "first_token", "the stage")
     ended = await h.p.told_of(h.request, "transfer_ended, for no first token came")

@@ -8,10 +8,9 @@ from pd_grpc.conformance.calls import check_field
 from pd_grpc.conformance.case import expect, expect_equal
 from pd_grpc.conformance.decode.cases.registry import DECODE_CASES as case
 from pd_grpc.conformance.decode.subject import DecodeHand
+from pd_grpc.conformance.later import UNKNOWN_VALUE
 from pd_grpc.protocol.faults import Fault, Reason
 from pd_grpc.v1 import layout_pb2, types_pb2
-
-UNKNOWN_TRANSPORT: Any = 99
 
 
 @case(120, "Stable name, such as a pod's: 1 to 128 characters.")
@@ -86,7 +85,7 @@ async def transports_without_inline(d: DecodeHand) -> None:
 async def an_unknown_transport_beside_inline(d: DecodeHand) -> None:
     """P that prefers a transport of a later version, and has INLINE too, gets INLINE."""
     p = d.new_prefill()
-    welcome = await p.join(transports=[UNKNOWN_TRANSPORT, layout_pb2.TRANSPORT_INLINE])
+    welcome = await p.join(transports=[UNKNOWN_VALUE, layout_pb2.TRANSPORT_INLINE])
     expect_equal(welcome.transport, layout_pb2.TRANSPORT_INLINE, "transport")
 
 

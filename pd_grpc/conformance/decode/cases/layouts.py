@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from pd_grpc.conformance.calls import check_metadata
+from pd_grpc.conformance.calls import check_feature, check_metadata
 from pd_grpc.conformance.case import expect, expect_equal
 from pd_grpc.conformance.decode.cases.registry import DECODE_CASES as case
 from pd_grpc.conformance.decode.subject import DecodeHand
+from pd_grpc.conformance.later import UNKNOWN_VALUE
 from pd_grpc.protocol.faults import Fault, Reason
 from pd_grpc.v1 import layout_pb2
 
 Change = Callable[[layout_pb2.KvLayout], None]
-UNKNOWN_KIND: Any = 99
 
 
 @case(130, "equal strings mean that equal tokens give equal KV")
@@ -129,8 +129,8 @@ async def a_group_or_plane_not_built(d: DecodeHand) -> None:
 )
 async def a_kind_of_a_later_version(d: DecodeHand) -> None:
     """A layout with a kind of group or plane that nobody knows yet needs a feature."""
-    await _refused(d, Reason.FEATURE, _set(_group, "kind", UNKNOWN_KIND))
-    await _refused(d, Reason.FEATURE, _set(_plane, "kind", UNKNOWN_KIND))
+    await _refused(d, Reason.FEATURE, _set(_group, "kind", UNKNOWN_VALUE))
+    await _refused(d, Reason.FEATURE, _set(_plane, "kind", UNKNOWN_VALUE))
 
 
 @case(
@@ -186,13 +186,13 @@ async def what_is_not_built_is_named(d: DecodeHand) -> None:
     """A layout with a kind of group or plane that is reserved, or of a later version, is refused
     with the kind's path."""
     last = len(d.subject.info.layout.groups[0].planes) - 1
-    for kind in (layout_pb2.KV_GROUP_KIND_SLIDING, UNKNOWN_KIND):
+    for kind in (layout_pb2.KV_GROUP_KIND_SLIDING, UNKNOWN_VALUE):
         fault = await _refused(d, Reason.FEATURE, _set(_group, "kind", kind))
-        check_metadata(fault, feature="layout.groups[0].kind")
-    for kind in (layout_pb2.PLANE_KIND_SCALE, UNKNOWN_KIND):
+        check_feature(fault, "layout.groups[0].kind")
+    for kind in (layout_pb2.PLANE_KIND_SCALE, UNKNOWN_VALUE):
         change = _set(lambda layout: layout.groups[0].planes[last], "kind", kind)
         fault = await _refused(d, Reason.FEATURE, change)
-        check_metadata(fault, feature=f"layout.groups[0].planes[{last}].kind")
+        check_feature(fault, f"layout.groups[0].planes[{last}].kind")
 
 
 def _group(layout: layout_pb2.KvLayout) -> Any:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from pd_grpc.conformance.calls import check_field, check_metadata
-from pd_grpc.conformance.case import expect
+from pd_grpc.conformance.calls import check_feature, check_field
+from pd_grpc.conformance.case import answer_s, expect
 from pd_grpc.conformance.decode.cases.registry import DECODE_CASES as case
 from pd_grpc.conformance.decode.handover import granted
 from pd_grpc.conformance.decode.subject import DecodeHand
@@ -95,14 +95,14 @@ async def an_open_for_another_transfer(d: DecodeHand) -> None:
 async def another_transport(d: DecodeHand) -> None:
     """Open with a transport that is reserved is refused by name."""
     fault = await _refused(d, Reason.FEATURE, transport=layout_pb2.TRANSPORT_NIXL)
-    expect(bool(fault.metadata.get("feature")), "the feature by name", dict(fault.metadata))
+    check_feature(fault, "open.transport")
 
 
 @case(339, "A size above 1 is refused with FEATURE.")
 async def one_of_several_senders(d: DecodeHand) -> None:
     """Open by the first of two tensor-parallel shards is refused by name."""
     fault = await _refused(d, Reason.FEATURE, sender=layout_pb2.Shard(tp_size=2))
-    expect(bool(fault.metadata.get("feature")), "the feature by name", dict(fault.metadata))
+    check_feature(fault, "open.sender.tp_size")
 
 
 @case(
@@ -123,7 +123,7 @@ async def a_sender_of_a_part(d: DecodeHand) -> None:
         setattr(sender, field, value)
         transfer = await h.p.open(h.request, h.grant, sender=sender)
         fault = await transfer.refused(Reason.FEATURE, f"a sender with {field} {value}")
-        check_metadata(fault, feature=f"open.sender.{field}")
+        check_feature(fault, f"open.sender.{field}")
     whole = layout_pb2.Shard(tp_size=1, layer_count=layers, head_count=heads)
     transfer = await h.receiving(sender=whole)
     await transfer.send_all(h.kv())
@@ -145,7 +145,7 @@ async def a_grant_that_nobody_gave(d: DecodeHand) -> None:
     h = await granted(d)
     transfer = await h.p.open(h.request, h.grant, grant_id=d.name("g"))
     await transfer.stream.silent(0.6 * d.times.kv_progress, "no answer before kv_progress is over")
-    limit = d.times.kv_progress + 1
+    limit = d.times.kv_progress + answer_s()
     await transfer.refused(Reason.UNKNOWN_TRANSFER, "kv_progress is over", limit)
     await h.completes()
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
-from pd_grpc.conformance.calls import check_fault
+from pd_grpc.conformance.calls import check_fault, check_feature
 from pd_grpc.conformance.case import NotApplicable, expect, expect_equal
 from pd_grpc.conformance.decode.cases.registry import DECODE_CASES as case
 from pd_grpc.conformance.decode.handover import HandOver, granted
@@ -222,7 +222,7 @@ async def a_descriptor_in_place_of_bytes(d: DecodeHand) -> None:
         piece.descriptor.CopyFrom(layout_pb2.MemoryDescriptor())
 
     _, fault = await _spoilt(d, describe, Reason.FEATURE)
-    expect(bool(fault.metadata.get("feature")), "the feature by name", dict(fault.metadata))
+    check_feature(fault, "chunk.descriptor")
 
 
 @case(318, "FAILED_PRECONDITION with WRONG_STATE for a second open.")
@@ -318,7 +318,7 @@ async def the_session_hears_of_a_failed_transfer(d: DecodeHand) -> None:
     expect_equal(ended.status.code, int(Code.DATA_LOSS), "status.code")
 
 
-@case(324, "Chunks accepted on this stream.")
+@case(324, "Grants are received side by side, each on a stream of its own.")
 async def transfers_run_side_by_side(d: DecodeHand) -> None:
     """Four transfers send their chunks in turn, and every answer is right."""
     p = await d.prefill()

@@ -6,13 +6,19 @@ from typing import Any, cast
 
 import grpc.aio
 
-from pd_grpc.conformance.calls import Stream, answer, check_fault, check_field, refusal
+from pd_grpc.conformance.calls import (
+    Stream,
+    answer,
+    check_fault,
+    check_feature,
+    check_field,
+    refusal,
+)
 from pd_grpc.conformance.case import expect, expect_equal
 from pd_grpc.conformance.decode.cases.registry import DECODE_CASES as case
 from pd_grpc.conformance.decode.handover import HandOver, granted
 from pd_grpc.conformance.decode.subject import DecodeHand
-from pd_grpc.conformance.later import UNKNOWN_VALUE, later
-from pd_grpc.conformance.request import replaced
+from pd_grpc.conformance.later import UNKNOWN_VALUE, later, with_unknown
 from pd_grpc.protocol.faults import Reason
 from pd_grpc.v1 import decode_pb2, sampling_pb2, transfer_pb2
 
@@ -122,7 +128,7 @@ async def an_unknown_message_on_a_transfer(d: DecodeHand) -> None:
 async def an_unknown_role(d: DecodeHand) -> None:
     """A hello with a role of a later version is refused by the field's name."""
     p = d.new_prefill()
-    instance = replaced(p.hello().instance, {"role": UNKNOWN_VALUE})
+    instance = with_unknown(p.hello().instance, "role")
     check_field(await p.refused(Reason.BAD_REQUEST, "an unknown role", instance=instance), "role")
 
 
@@ -131,8 +137,7 @@ async def an_unknown_transport(d: DecodeHand) -> None:
     """A Transfer by a transport of a later version is refused by name, and hurts nothing."""
     h = await granted(d)
     transfer = await h.p.open(h.request, h.grant, transport=UNKNOWN_VALUE)
-    fault = await transfer.refused(Reason.FEATURE, "an unknown transport")
-    expect(bool(fault.metadata.get("feature")), "the feature by name", dict(fault.metadata))
+    check_feature(await transfer.refused(Reason.FEATURE, "an unknown transport"), "open.transport")
     await h.completes()
 
 
@@ -140,21 +145,20 @@ async def an_unknown_transport(d: DecodeHand) -> None:
 async def an_unknown_direction(d: DecodeHand) -> None:
     """Either leg with a direction of a later version is refused by name."""
     p = await d.prefill()
-    scope = replaced(sampling_pb2.RequestScope(), {"direction": UNKNOWN_VALUE})
+    scope = with_unknown(sampling_pb2.RequestScope(), "direction")
     faults = (
         await p.allocate_refused(d.request(), Reason.FEATURE, "an unknown direction", scope=scope),
         await d.generate(d.request(), scope=scope).fails(Reason.FEATURE, "an unknown direction"),
     )
     for fault in faults:
-        expect(bool(fault.metadata.get("feature")), "the feature by name", dict(fault.metadata))
+        check_feature(fault, "scope.direction")
 
 
 @case(811, REFUSED)
 async def an_unknown_finish_reason(d: DecodeHand) -> None:
     """A first token with a reason of a later version is refused by the field's name."""
     h = await granted(d)
-    token = decode_pb2.FirstToken(token_id=h.any_token)
-    token = replaced(token, {"finish_reason": UNKNOWN_VALUE})
+    token = with_unknown(decode_pb2.FirstToken(token_id=h.any_token), "finish_reason")
     what = "an unknown finish_reason"
     fault = await h.first_token_refused(Reason.BAD_REQUEST, what, tokens=[token])
     check_field(fault, "finish_reason")
