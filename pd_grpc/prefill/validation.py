@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from pd_grpc.protocol.endpoints import ENDPOINT_LIMIT, check_endpoint
 from pd_grpc.protocol.faults import Fault, Reason, bad_request, not_meant
 from pd_grpc.protocol.layout import KvLayout
 from pd_grpc.protocol.messages import (
@@ -17,8 +17,6 @@ from pd_grpc.protocol.messages import (
 from pd_grpc.protocol.refs import name_errors, ref_errors
 from pd_grpc.protocol.sampling import FieldError, Sampling, sampling_errors
 from pd_grpc.v1 import prefill_pb2
-
-_ENDPOINT = re.compile(r"\S+:\d{1,5}")
 
 
 @dataclass(frozen=True)
@@ -101,8 +99,10 @@ def _decode_errors(request: prefill_pb2.PrefillRequest) -> list[FieldError]:
     wrong: list[FieldError] = []
     for i, target in enumerate(request.decodes):
         wrong += name_errors(target.name, f"decodes[{i}].name")
-        if not _ENDPOINT.fullmatch(target.endpoint):
-            wrong.append(FieldError(f"decodes[{i}].endpoint", "must be host:port"))
+        try:
+            check_endpoint(target.endpoint)
+        except ValueError:
+            wrong.append(FieldError(f"decodes[{i}].endpoint", ENDPOINT_LIMIT))
     return wrong
 
 

@@ -10,6 +10,9 @@ _MAX_PORT = 65535
 _HOST = r"(?:[A-Za-z0-9_](?:[A-Za-z0-9_.-]*[A-Za-z0-9_.])?|\[[0-9A-Fa-f:.]+(?:%[\w.-]+)?\])"
 _ENDPOINT = re.compile(rf"{_HOST}:([0-9]+)")
 
+ENDPOINT_LIMIT = f"must be host:port with a port from 1 to {_MAX_PORT}"
+"""What a field that holds one is told when it is wrong, whatever its length."""
+
 
 class PortInUse(Exception):
     """A server cannot listen where it should; the message names the address and says why."""

@@ -67,11 +67,12 @@ async def no_decode(p: PrefillHand) -> None:
     await p.refused(p.request(), Reason.BAD_REQUEST, "no D", "decodes", decodes=[])
 
 
-@case(707, "host:port of its control endpoint; must be set.")
+@case(707, "host:port of its control endpoint, with a port from 1 to 65,535; must be set.")
 async def a_bad_endpoint(p: PrefillHand) -> None:
-    """An endpoint that is empty or has no port is refused with a violation that says which."""
+    """An endpoint that is empty, or has no port or one out of bounds, is refused with a violation
+    that says which."""
     good = await p.decode()
-    for bad in ("", "nowhere"):
+    for bad in ("", "nowhere", "127.0.0.1:0", "127.0.0.1:99999"):
         targets = [
             prefill_pb2.DecodeTarget(endpoint=good.endpoint),
             prefill_pb2.DecodeTarget(endpoint=bad),

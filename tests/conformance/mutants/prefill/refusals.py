@@ -82,6 +82,15 @@ def only_the_first_decode_is_looked_at(patch: pytest.MonkeyPatch) -> None:
     )
 
 
+@mutant("P707")
+def any_port_will_do(patch: pytest.MonkeyPatch) -> None:
+    def wrong(endpoint):  # type: ignore[no-untyped-def]
+        if ":" not in endpoint:
+            raise ValueError("has no port")
+
+    patch.setattr(validation, "check_endpoint", wrong)
+
+
 @mutant("P708")
 def reserved_sampling_is_ignored(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(validation, "unbuilt_sampling", lambda sampling: None)
