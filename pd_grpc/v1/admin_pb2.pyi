@@ -13,6 +13,13 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
+class BreakerState(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    BREAKER_STATE_UNSPECIFIED: _ClassVar[BreakerState]
+    BREAKER_STATE_CLOSED: _ClassVar[BreakerState]
+    BREAKER_STATE_OPEN: _ClassVar[BreakerState]
+    BREAKER_STATE_HALF_OPEN: _ClassVar[BreakerState]
+
 class Health(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
     HEALTH_UNSPECIFIED: _ClassVar[Health]
@@ -32,6 +39,10 @@ class BlockState(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     BLOCK_STATE_QUARANTINED: _ClassVar[BlockState]
     BLOCK_STATE_COMPUTING: _ClassVar[BlockState]
     BLOCK_STATE_SENDING: _ClassVar[BlockState]
+BREAKER_STATE_UNSPECIFIED: BreakerState
+BREAKER_STATE_CLOSED: BreakerState
+BREAKER_STATE_OPEN: BreakerState
+BREAKER_STATE_HALF_OPEN: BreakerState
 HEALTH_UNSPECIFIED: Health
 HEALTH_SERVING: Health
 HEALTH_NOT_SERVING: Health
@@ -62,7 +73,7 @@ class GetServerInfoResponse(_message.Message):
     def __init__(self, server: _Optional[_Union[ServerInfo, _Mapping]] = ..., peers: _Optional[_Iterable[_Union[ServerInfo, _Mapping]]] = ...) -> None: ...
 
 class ServerInfo(_message.Message):
-    __slots__ = ("instance", "endpoint", "health", "health_reason", "version", "model", "uptime", "blocks", "transfers", "ended", "late_events", "settings")
+    __slots__ = ("instance", "endpoint", "health", "health_reason", "version", "model", "uptime", "blocks", "transfers", "ended", "late_events", "settings", "prepare", "paused")
     class SettingsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -82,6 +93,8 @@ class ServerInfo(_message.Message):
     ENDED_FIELD_NUMBER: _ClassVar[int]
     LATE_EVENTS_FIELD_NUMBER: _ClassVar[int]
     SETTINGS_FIELD_NUMBER: _ClassVar[int]
+    PREPARE_FIELD_NUMBER: _ClassVar[int]
+    PAUSED_FIELD_NUMBER: _ClassVar[int]
     instance: _types_pb2.Instance
     endpoint: str
     health: Health
@@ -94,7 +107,29 @@ class ServerInfo(_message.Message):
     ended: _containers.RepeatedCompositeFieldContainer[TransferCount]
     late_events: int
     settings: _containers.ScalarMap[str, str]
-    def __init__(self, instance: _Optional[_Union[_types_pb2.Instance, _Mapping]] = ..., endpoint: _Optional[str] = ..., health: _Optional[_Union[Health, str]] = ..., health_reason: _Optional[str] = ..., version: _Optional[str] = ..., model: _Optional[str] = ..., uptime: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., blocks: _Optional[_Iterable[_Union[BlockCount, _Mapping]]] = ..., transfers: _Optional[_Iterable[_Union[TransferCount, _Mapping]]] = ..., ended: _Optional[_Iterable[_Union[TransferCount, _Mapping]]] = ..., late_events: _Optional[int] = ..., settings: _Optional[_Mapping[str, str]] = ...) -> None: ...
+    prepare: _containers.RepeatedCompositeFieldContainer[PrepareLane]
+    paused: bool
+    def __init__(self, instance: _Optional[_Union[_types_pb2.Instance, _Mapping]] = ..., endpoint: _Optional[str] = ..., health: _Optional[_Union[Health, str]] = ..., health_reason: _Optional[str] = ..., version: _Optional[str] = ..., model: _Optional[str] = ..., uptime: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., blocks: _Optional[_Iterable[_Union[BlockCount, _Mapping]]] = ..., transfers: _Optional[_Iterable[_Union[TransferCount, _Mapping]]] = ..., ended: _Optional[_Iterable[_Union[TransferCount, _Mapping]]] = ..., late_events: _Optional[int] = ..., settings: _Optional[_Mapping[str, str]] = ..., prepare: _Optional[_Iterable[_Union[PrepareLane, _Mapping]]] = ..., paused: bool = ...) -> None: ...
+
+class PrepareLane(_message.Message):
+    __slots__ = ("decode", "in_flight", "ready", "waiting", "backoff_left", "breaker", "breaker_left", "breaker_fault")
+    DECODE_FIELD_NUMBER: _ClassVar[int]
+    IN_FLIGHT_FIELD_NUMBER: _ClassVar[int]
+    READY_FIELD_NUMBER: _ClassVar[int]
+    WAITING_FIELD_NUMBER: _ClassVar[int]
+    BACKOFF_LEFT_FIELD_NUMBER: _ClassVar[int]
+    BREAKER_FIELD_NUMBER: _ClassVar[int]
+    BREAKER_LEFT_FIELD_NUMBER: _ClassVar[int]
+    BREAKER_FAULT_FIELD_NUMBER: _ClassVar[int]
+    decode: str
+    in_flight: int
+    ready: int
+    waiting: int
+    backoff_left: _duration_pb2.Duration
+    breaker: BreakerState
+    breaker_left: _duration_pb2.Duration
+    breaker_fault: _status_pb2.Status
+    def __init__(self, decode: _Optional[str] = ..., in_flight: _Optional[int] = ..., ready: _Optional[int] = ..., waiting: _Optional[int] = ..., backoff_left: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., breaker: _Optional[_Union[BreakerState, str]] = ..., breaker_left: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., breaker_fault: _Optional[_Union[_status_pb2.Status, _Mapping]] = ...) -> None: ...
 
 class BlockCount(_message.Message):
     __slots__ = ("state", "blocks")

@@ -60,8 +60,9 @@ class DecodeServiceStub(object):
     refusal was the transfer's own end, as with HANDOFF_MISMATCH.
 
     A draining D grants nothing new: Allocates that wait and Allocates and Generates of transfers
-    that have no grant are refused with UNAVAILABLE, DRAINING. What has a grant goes on until the
-    drain's deadline, and then fails with DRAINING.
+    that have no grant are refused with UNAVAILABLE, DRAINING. A hand-over's client leg that waits
+    without a grant ends at once in the same words, and leaves no tombstone. What has a grant goes on
+    until the drain's deadline, and then fails with DRAINING.
     """
 
     def __init__(self, channel):
@@ -127,8 +128,9 @@ class DecodeServiceServicer(object):
     refusal was the transfer's own end, as with HANDOFF_MISMATCH.
 
     A draining D grants nothing new: Allocates that wait and Allocates and Generates of transfers
-    that have no grant are refused with UNAVAILABLE, DRAINING. What has a grant goes on until the
-    drain's deadline, and then fails with DRAINING.
+    that have no grant are refused with UNAVAILABLE, DRAINING. A hand-over's client leg that waits
+    without a grant ends at once in the same words, and leaves no tombstone. What has a grant goes on
+    until the drain's deadline, and then fails with DRAINING.
     """
 
     def Session(self, request_iterator, context):
@@ -160,7 +162,9 @@ class DecodeServiceServicer(object):
         request at the head waits for blocks no later one overtakes it, so that a large one is not
         starved. Idempotent: the same body without session_id, max_wait and budget gets the same
         answer, and repeated calls wait together, each for its own max_wait. The queue is left at once
-        when the last of them is cancelled or ends.
+        when the last of them is cancelled or ends. It is bounded in length, by QUEUE_FULL, and in age:
+        nobody waits longer than the longest max_wait of its calls, nor beyond its budget. A request
+        that needs no blocks does not queue, and one that could never fit is refused before it does.
 
         RESOURCE_EXHAUSTED with NO_BLOCKS after max_wait, which D cuts to 100 ms before the call's own
         deadline, or with QUEUE_FULL at once; INVALID_ARGUMENT with TOO_LARGE when it could never fit;
@@ -266,8 +270,9 @@ class DecodeService(object):
     refusal was the transfer's own end, as with HANDOFF_MISMATCH.
 
     A draining D grants nothing new: Allocates that wait and Allocates and Generates of transfers
-    that have no grant are refused with UNAVAILABLE, DRAINING. What has a grant goes on until the
-    drain's deadline, and then fails with DRAINING.
+    that have no grant are refused with UNAVAILABLE, DRAINING. A hand-over's client leg that waits
+    without a grant ends at once in the same words, and leaves no tombstone. What has a grant goes on
+    until the drain's deadline, and then fails with DRAINING.
     """
 
     @staticmethod

@@ -54,7 +54,9 @@ class PrefillServiceServicer(object):
         be reached or drains before it has granted is left for the next of `decodes`, after placing.
         A refusal that another D would only repeat, such as BAD_REQUEST, HANDOFF_MISMATCH or RELEASED,
         ends the call. A request that waits for D holds no block of P's. A D that is slow, full or
-        silent delays only the requests meant for it.
+        silent delays only the requests meant for it. P may hold requests back from a D that refused
+        for want of room, for about as long as its RetryInfo said, and turn them from one that was lost
+        or silent, for a while and without asking it, as if it had refused them in the same words.
 
         ALREADY_EXISTS with DUPLICATE_TRANSFER while the same ref is in flight, which is unharmed;
         ABORTED with RELEASED when it has ended here and is remembered, with STALE_ATTEMPT or
