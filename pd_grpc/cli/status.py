@@ -12,6 +12,7 @@ from rich.table import Table
 from pd_grpc.cli.console import EXIT_FAILED, Endpoint, describe, say_error, stdout
 from pd_grpc.protocol import rpc
 from pd_grpc.protocol.config import Sizes, Timeouts
+from pd_grpc.protocol.messages import seconds
 from pd_grpc.v1 import admin_pb2, admin_pb2_grpc, types_pb2
 
 _ANSWER_S = 5.0
@@ -22,7 +23,8 @@ def status(
     endpoint: str = Endpoint,
     as_json: bool = typer.Option(False, "--json", help="Print one JSON object."),
 ) -> None:
-    """Show every instance: role, endpoint, health, epoch, blocks by state, transfers in flight."""
+    """Show every instance: role, endpoint, health, epoch, blocks by state, transfers in flight,
+    and the prepare pool of each P. With --json the configuration in force too."""
     request = admin_pb2.GetServerInfoRequest(peers=True)
     try:
         with rpc.sync_channel(endpoint, Timeouts(), Sizes()) as channel:
@@ -36,6 +38,8 @@ def status(
         print(json.dumps({"instances": instances}))
     else:
         stdout.print(_table(instances))
+        if (lanes := _lanes(instances)) is not None:
+            stdout.print(lanes)
 
 
 def _as_object(info: admin_pb2.ServerInfo) -> dict[str, Any]:
@@ -55,7 +59,45 @@ def _as_object(info: admin_pb2.ServerInfo) -> dict[str, Any]:
             _word(types_pb2.TransferState.Name(t.state), "TRANSFER_STATE_"): t.transfers
             for t in info.transfers
         },
+        "paused": info.paused,
+        "prepare": [_lane(lane) for lane in info.prepare],
+        "settings": dict(info.settings),
     }
+
+
+def _lane(lane: admin_pb2.PrepareLane) -> dict[str, Any]:
+    return {
+        "decode": lane.decode,
+        "in_flight": lane.in_flight,
+        "ready": lane.ready,
+        "waiting": lane.waiting,
+        "backoff_left_s": seconds(lane.backoff_left),
+        "breaker": _word(admin_pb2.BreakerState.Name(lane.breaker), "BREAKER_STATE_"),
+        "breaker_left_s": seconds(lane.breaker_left),
+        "breaker_fault": lane.breaker_fault.message,
+    }
+
+
+def _lanes(instances: list[dict[str, Any]]) -> Table | None:
+    """The prepare pools of all P, a row for each D; None when nothing is in preparation."""
+    table = Table(title="in preparation")
+    for column in ("prefill", "decode", "in flight", "ready", "waiting", "may be asked"):
+        table.add_column(column, overflow="fold")
+    for i in instances:
+        for lane in i["prepare"]:
+            numbers = (str(lane[name]) for name in ("in_flight", "ready", "waiting"))
+            table.add_row(i["name"], lane["decode"], *numbers, _may_be_asked(lane, i["paused"]))
+    return table if table.row_count else None
+
+
+def _may_be_asked(lane: dict[str, Any], paused: bool) -> str:
+    if paused:
+        return "no, paused"
+    if lane["breaker"] == "open":
+        return f"no, for {lane['breaker_left_s']:.2f} s: {lane['breaker_fault']}"
+    if lane["backoff_left_s"]:
+        return f"no, for {lane['backoff_left_s']:.2f} s: it has no room"
+    return "by one that probes" if lane["breaker"] == "half_open" else "yes"
 
 
 def _table(instances: list[dict[str, Any]]) -> Table:

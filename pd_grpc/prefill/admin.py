@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections import Counter
 
 from pd_grpc.prefill.actions import Changed
-from pd_grpc.prefill.events import DrainRequested, OperatorRelease
+from pd_grpc.prefill.events import DrainRequested, OperatorRelease, PauseRequested
 from pd_grpc.prefill.runtime import PrefillRuntime
 from pd_grpc.prefill.states import PrefillState
+from pd_grpc.prefill.view import lane_info
 from pd_grpc.protocol.admin import ChangeFeed
 from pd_grpc.protocol.clock import Clock
 from pd_grpc.protocol.config import PrefillConfig
@@ -40,7 +41,7 @@ class PrefillView:
 
     def server_info(self) -> admin_pb2.ServerInfo:
         """This instance."""
-        requests = self._machine.requests
+        requests, now = self._machine.requests, self._clock.now()
         info = admin_pb2.ServerInfo(
             instance=self._machine.instance,
             endpoint=self._control.endpoint,
@@ -48,9 +49,11 @@ class PrefillView:
             health_reason=self._control.reason,
             version=VERSION,
             model=self._model,
-            uptime=duration(self._clock.now() - self._started),
+            uptime=duration(now - self._started),
             late_events=requests.late_events,
             settings={name: str(value) for name, value in self._config},
+            prepare=[lane_info(lane) for lane in self._machine.placement.pool.lanes(now)],
+            paused=self._machine.paused,
         )
         for block_state, blocks in self._machine.pool.counts().items():
             if blocks:
@@ -88,6 +91,10 @@ class PrefillView:
         self._control.set_ready(False, "draining")
         self._runtime.feed(DrainRequested(seconds))
         return len(self._machine.requests.in_flight)
+
+    def pause(self, paused: bool) -> None:
+        """Ask for nothing new and compute nothing new, or go on; requests are taken in."""
+        self._runtime.feed(PauseRequested(paused))
 
     def changed(self, change: Changed) -> None:
         """Tell those who watch."""

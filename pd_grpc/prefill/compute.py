@@ -37,6 +37,8 @@ class Compute:
         takes it over with its first token."""
         self.stuck: Fault | None = None
         """Set while a step lasts longer than `no_progress_s`."""
+        self.paused = False
+        """While set no further request is begun; those begun are computed to the end."""
         self._requests = requests
         self._config = config
         self._fail = fail
@@ -57,7 +59,7 @@ class Compute:
 
     def pump(self, now: float) -> bool:
         """Start the next step if the engine is free; whether it was."""
-        if self._plan is not None or (plan := self._scheduler.plan()) is None:
+        if self._plan is not None or (plan := self._scheduler.plan(admit=not self.paused)) is None:
             return False
         for record in plan.admitted:
             record.times.compute = now

@@ -8,7 +8,7 @@ from typing import Protocol
 
 from pd_grpc.prefill import notices, sessions
 from pd_grpc.prefill.actions import ForgetDecode, Superseded
-from pd_grpc.prefill.decode_faults import ended_fault, our_mistake
+from pd_grpc.prefill.decode_faults import ended_fault, our_mistake, unavailable
 from pd_grpc.prefill.events import SessionBroken, SessionMessage
 from pd_grpc.prefill.requests import Requests
 from pd_grpc.prefill.sessions import DecodeSession, Phase
@@ -32,6 +32,9 @@ class Placed(Protocol):
 
     def opened(self, session: DecodeSession, now: float) -> None:
         """A D can be reached, for the first time or again."""
+
+    def unreachable(self, endpoint: str, fault: Fault, now: float) -> None:
+        """A D cannot be reached, or takes nobody in."""
 
     def lose_ask(self, record: PrefillRecord, fault: Fault, now: float) -> None:
         """The D it asks will not answer."""
@@ -166,6 +169,7 @@ class Conversations:
                     if record.grant is not None:
                         self._placed.session_up(record, now)
             elif isinstance(each, notices.Unreachable):
+                self._placed.unreachable(session.endpoint, each.fault, now)
                 self._drop_waiting(session, each.fault, now)
             elif isinstance(each, notices.Lost):
                 self._drop_known(session, each.fault, now)
@@ -228,6 +232,8 @@ class Conversations:
         if fault.reason is Reason.STALE_EPOCH and self.superseded is None:
             self.superseded = fault
             self._requests.do(Superseded(fault))
+        if unavailable(fault):
+            self._placed.unreachable(session.endpoint, fault, now)
         self._drop_known(session, fault, now)
         name_alone = fault.reason is Reason.WRONG_INSTANCE
         for record in self._bound(session):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pd_grpc.protocol.faults import (
+    Code,
     Fault,
     Reason,
     Retry,
@@ -55,6 +56,29 @@ def another_may_do(fault: Fault | TransportFault) -> bool:
         # What this D lacks another may have, though the same one never will.
         return fault.retry is Retry.OTHER or fault.reason is Reason.FEATURE
     return fault.peer_lost
+
+
+def has_no_room(fault: Fault | TransportFault | None) -> bool:
+    """Whether D is well and lacks blocks, or room in its queue."""
+    return isinstance(fault, Fault) and fault.reason in (Reason.NO_BLOCKS, Reason.QUEUE_FULL)
+
+
+def unavailable(fault: Fault | TransportFault) -> bool:
+    """Whether D cannot be had by anybody now. What it says of P's own loss is about P."""
+    if isinstance(fault, Fault):
+        return fault.code is Code.UNAVAILABLE and fault.reason is not Reason.PREFILL_LOST
+    return fault.peer_lost
+
+
+def is_silence(fault: Fault | TransportFault | None) -> bool:
+    """Whether a call ended at its deadline without a word of D's."""
+    return isinstance(fault, TransportFault) and fault.code is Code.DEADLINE_EXCEEDED
+
+
+def no_answer(endpoint: str, stage: str) -> Fault:
+    """A D that is silent, for whoever else turns to it."""
+    text = f"decode instance at {endpoint} gave no answer in stage '{stage}'"
+    return Fault(Reason.DECODE_LOST, text)
 
 
 def ended_fault(ended: decode_pb2.TransferEnded) -> Fault:

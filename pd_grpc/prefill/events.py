@@ -145,6 +145,13 @@ class DrainRequested:
     deadline_s: float
 
 
+@dataclass(frozen=True)
+class PauseRequested:
+    """Ask for nothing new and compute nothing new, or go on; what is in flight goes on anyway."""
+
+    paused: bool
+
+
 OfBulk = KvAcked | TransferCompleted | TransferBroken | TransferClosed
 """What the bulk side says."""
 
@@ -164,4 +171,5 @@ Event = (
     | ReleaseAnswered
     | OperatorRelease
     | DrainRequested
+    | PauseRequested
 )

@@ -92,12 +92,12 @@ class PrefillMachine:
         for timer in self.requests.timers.pop_due(now):
             self._fire(timer, now)
         self.conversations.tick(now)
-        self.placement.releases.tick(now)
+        self.placement.tick(now)
         return self._settle(now)
 
     def next_wake(self) -> float | None:
         """When `tick` must be called next."""
-        parts = (self.conversations, self.placement.releases)
+        parts = (self.conversations, self.placement)
         wakes = [self.requests.timers.next(), *(part.next_wake() for part in parts)]
         return min((at for at in wakes if at is not None), default=None)
 
@@ -106,6 +106,11 @@ class PrefillMachine:
         self.placement.releases.clear(now)
         self.conversations.leave("prefill instance stops", now)
         return self._settle(now)
+
+    @property
+    def paused(self) -> bool:
+        """Whether nothing new is asked for or computed."""
+        return self.compute.paused
 
     @property
     def stuck(self) -> Fault | None:
@@ -151,11 +156,14 @@ class PrefillMachine:
         elif isinstance(event, ev.TransferClosed):
             self.handover.closed(event.key, event.shard)
         elif isinstance(event, ev.FirstTokenAnswered):
-            self.handover.first_token_answered(event, now)
+            self._first_token_answered(event, now)
         elif isinstance(event, ev.ReleaseAnswered):
+            self.placement.call_failed(event.sent.endpoint, event.fault, "release", now)
             self.placement.releases.answered(event, now)
         elif isinstance(event, ev.OperatorRelease):
             self._operator_release(event, now)
+        elif isinstance(event, ev.PauseRequested):
+            self.placement.pool.paused = self.compute.paused = event.paused
         else:
             self._drain(event.deadline_s, now)
 
@@ -244,6 +252,12 @@ class PrefillMachine:
         self._fail(older, fault, now, True)
 
     # --- a request ends ------------------------------------------------------------------------
+
+    def _first_token_answered(self, event: ev.FirstTokenAnswered, now: float) -> None:
+        record = self.requests.in_flight.get(event.key)
+        if record is not None:
+            self.placement.call_failed(record.target.endpoint, event.fault, "first_token", now)
+        self.handover.first_token_answered(event, now)
 
     def _computed(self, record: PrefillRecord, sampled: Sampled, now: float) -> None:
         self.placement.computed(record)

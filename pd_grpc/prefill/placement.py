@@ -3,13 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
+from random import Random
 
 from pd_grpc.prefill.actions import CancelAllocate, SendAllocate
 from pd_grpc.prefill.conversations import Conversations, Fail
-from pd_grpc.prefill.decode_faults import another_may_do, as_fault, is_ours_to_end
+from pd_grpc.prefill.decode_faults import (
+    another_may_do,
+    as_fault,
+    has_no_room,
+    is_ours_to_end,
+    is_silence,
+    no_answer,
+    unavailable,
+)
 from pd_grpc.prefill.events import AllocateAnswered, AnyFault
 from pd_grpc.prefill.grants import grant_problem, read_grant
-from pd_grpc.prefill.prepare import PreparePool
+from pd_grpc.prefill.prepare import PrepareLimits, PreparePool
 from pd_grpc.prefill.releases import Releases
 from pd_grpc.prefill.requests import Requests
 from pd_grpc.prefill.sessions import DecodeSession, Phase
@@ -37,8 +47,8 @@ class Placement:
     ) -> None:
         """`granted` takes a request over; `session_up` hears of each that holds a grant when its
         session is there again."""
-        ahead = config.prepare_ahead or 2 * config.prefill_batch
-        self.pool = PreparePool(config.prepare_window, config.prepare_total, ahead)
+        # Another for each process, and the same whenever its events are played again.
+        self.pool = PreparePool(PrepareLimits.of(config), Random(instance.epoch).random)
         self.conversations = Conversations(requests, config, instance, limits, self, fail)
         self.releases = Releases(requests, config, self.conversations)
         self._requests = requests
@@ -52,23 +62,41 @@ class Placement:
 
     def place(self, record: PrefillRecord, now: float) -> int:
         """Let a request wait for the D it turns to; returns how many wait for that D already."""
-        ahead = self.pool.enqueue(record.target.endpoint, record.key)
-        self.conversations.bind(record, now)
+        endpoint = record.target.endpoint
+        ahead = self.pool.enqueue(endpoint, record.key, now)
+        if self.pool.admits(endpoint, now):
+            self.conversations.bind(record, now)
         return ahead
 
     def forget(self, record: PrefillRecord, cause: Fault | None, now: float) -> None:
         """A request has ended; D is told unless `cause` is None."""
         if cause is not None and (record.asking or record.grant is not None):
             self._release(record, cause, now)
+        if record.asking and cause is not None and cause.reason is Reason.STAGE_DEADLINE:
+            # The release ends the wait on a D that lives. Of one that does not, the call's own
+            # deadline tells, if it is not cancelled.
+            record.asking = False
         self._withdraw(record, now)
+
+    def tick(self, now: float) -> None:
+        """Do what is due."""
+        self.pool.tick(now)
+        self.releases.tick(now)
+
+    def next_wake(self) -> float | None:
+        """When `tick` must be called."""
+        wakes = (self.pool.next_wake(), self.releases.next_wake())
+        return min((at for at in wakes if at is not None), default=None)
 
     def computed(self, record: PrefillRecord) -> None:
         """A grant is no longer idle."""
         self.pool.computed(record.key)
 
     def pump(self, now: float) -> bool:
-        """Let those ask whose turn it is; whether there were any."""
-        started = self.pool.start(self.conversations.is_open)
+        """Let those ask whose turn it is, and those turn elsewhere whose D may not be asked;
+        whether there were any."""
+        turned = [self._hold_back(key, fault, now) for key, fault in self.pool.held_back(now)]
+        started = self.pool.start(self.conversations.is_open, now)
         for key in started:
             record = self._requests.in_flight[key]
             session = self.conversations[record.target.endpoint]
@@ -77,13 +105,15 @@ class Placement:
                 self._ask(record, session, now)
             else:
                 self.turn_away(record, objection, now)
-        return bool(started)
+        return bool(started) or any(turned)
 
     # --- Allocate ------------------------------------------------------------------------------
 
     def answered(self, event: AllocateAnswered, now: float) -> None:
         """An Allocate has ended."""
         asked = event.asked
+        probe = not asked.request.max_wait.ToNanoseconds()
+        self._learn(event, probe, now)
         record = self._requests.in_flight.get(asked.key)
         if record is None or not record.asking or record.ask != asked.ask:
             self._requests.late_events += 1
@@ -91,11 +121,18 @@ class Placement:
                 self._release_late(asked, now)
         elif event.response is not None:
             self._take(record, event.response, now)
+        elif probe and has_no_room(event.fault):
+            self._ask_again(record, now)  # It had not been given the time to wait.
+        elif probe and is_silence(event.fault):
+            # Its own time is not over, and another D may answer.
+            self.lose_ask(record, no_answer(asked.endpoint, "allocate"), now)
         elif event.fault is not None:
             self._refused(record, event.fault, now)
 
     def _ask(self, record: PrefillRecord, session: DecodeSession, now: float) -> None:
         left = record.left(now)
+        # One that finds out whether D answers at all waits for no blocks.
+        wait_s = 0.0 if self.pool.probes(record.key) else left
         request = decode_pb2.AllocateRequest(
             session_id=session.session_id,
             ref=_ref(record.key, session.instance.epoch),
@@ -103,7 +140,7 @@ class Placement:
             max_new_tokens=record.max_new_tokens,
             prompt_digest=record.prompt_digest,
             sampling=record.request.sampling,
-            max_wait=duration(left),
+            max_wait=duration(wait_s),
             budget=duration(left),
             kv_needed=record.kv_needed,
             scope=record.request.scope if record.request.HasField("scope") else None,
@@ -117,7 +154,7 @@ class Placement:
         if record.times.first_allocate is None:
             record.times.first_allocate = now
         self._requests.move(record, PrefillState.ALLOCATING, now)
-        timeout_s = left + self._config.allocate_margin_s
+        timeout_s = wait_s + self._config.allocate_margin_s
         ask = SendAllocate(
             record.key, record.ask, session.endpoint, session.link, request, timeout_s
         )
@@ -147,12 +184,63 @@ class Placement:
         if isinstance(fault, Fault) and fault.reason is Reason.NO_SESSION and not known:
             # The session is being renewed, or was, while the call was under way: ask in the new
             # one's name.
-            record.asking = False
-            self.pool.answered(record.key, granted=False)
-            self._requests.move(record, PrefillState.QUEUED, now)
-            self.pool.enqueue(session.endpoint, record.key)
+            self._ask_again(record, now)
             return
         self.turn_away(record, fault, now)
+
+    def _ask_again(self, record: PrefillRecord, now: float) -> None:
+        """Back to the queue of the same D."""
+        record.asking = False
+        self._requests.move(record, PrefillState.QUEUED, now)
+        self.pool.ask_again(record.key)
+
+    # --- whether a D may be asked --------------------------------------------------------------
+
+    def unreachable(self, endpoint: str, fault: Fault, now: float) -> None:
+        """A D cannot be reached, or takes nobody in."""
+        self.pool.failed(endpoint, fault, now)
+
+    def call_failed(self, endpoint: str, fault: AnyFault | None, stage: str, now: float) -> None:
+        """A call other than Allocate has ended; only the transport's word says anything of D."""
+        if fault is not None and not isinstance(fault, Fault):
+            self._judge(endpoint, fault, stage, now)
+
+    def _learn(self, event: AllocateAnswered, probe: bool, now: float) -> None:
+        """What the end of an Allocate says of its D."""
+        endpoint, fault = event.asked.endpoint, event.fault
+        session = self.conversations.get(endpoint)
+        if session is None or session.link != event.asked.link:
+            return  # Of a connection that has been replaced.
+        if fault is None or (isinstance(fault, Fault) and not unavailable(fault)):
+            self.pool.heard(endpoint)
+        else:
+            self._judge(endpoint, fault, "allocate", now)
+        if isinstance(fault, Fault) and has_no_room(fault) and not probe:
+            self.pool.back_off(endpoint, fault, now)
+
+    def _judge(self, endpoint: str, fault: AnyFault, stage: str, now: float) -> None:
+        if unavailable(fault):
+            self.pool.failed(endpoint, as_fault(fault, endpoint, stage), now)
+        elif is_silence(fault):
+            self.pool.failed(endpoint, no_answer(endpoint, stage), now)
+
+    def _hold_back(self, key: TransferKey, fault: Fault, now: float) -> bool:
+        """The D of a request that waits may not be asked. With the breaker open it turns away at
+        once; during a back-off only to a D that may be asked. Whether it did."""
+        record = self._requests.in_flight.get(key)
+        if record is None or record.state is not PrefillState.QUEUED:
+            return False  # It went with one before it.
+        endpoint = record.target.endpoint
+        if not self.pool.admits(endpoint, now):
+            left_s = self.pool.breaker_left_s(endpoint, now)
+            text = f"{fault.message}; not asked again for {left_s:.2f} s"
+            self.turn_away(record, replace(fault, message=text, retry_after_s=left_s), now)
+            return True
+        following = record.request.decodes[record.choice + 1 : record.choice + 2]
+        if any(self.pool.takes(other.endpoint, now) for other in following):
+            self.turn_away(record, fault, now)
+            return True
+        return False
 
     # --- another D, or none --------------------------------------------------------------------
 
@@ -188,6 +276,7 @@ class Placement:
 
     def opened(self, session: DecodeSession, now: float) -> None:
         """A D can be reached."""
+        self.pool.reached(session.endpoint, now)
         self.releases.opened(session, now)
 
     def session_up(self, record: PrefillRecord, now: float) -> None:
@@ -209,8 +298,8 @@ class Placement:
 
     def _release(self, record: PrefillRecord, cause: Fault, now: float) -> None:
         """Tell the D that a request turned to of its end, if there was a session with it."""
-        session = self.conversations[record.target.endpoint]
-        if not session.session_id:
+        session = self.conversations.get(record.target.endpoint)
+        if session is None or not session.session_id:
             return
         epoch = record.asked_epoch or session.instance.epoch
         self.releases.give_back(record.key, session.endpoint, session.session_id, epoch, cause, now)

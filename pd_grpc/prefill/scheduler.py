@@ -60,8 +60,9 @@ class PrefillScheduler:
         """A step of several failed: compute each alone, so that only the one at fault fails."""
         self._alone.update(id(record) for record in records)
 
-    def plan(self) -> Plan | None:
-        """The next step; None when there is nothing to compute, or no room to compute it."""
+    def plan(self, admit: bool = True) -> Plan | None:
+        """The next step; None when there is nothing to compute, or no room to compute it. `admit`
+        says whether a request may begin."""
         chosen: list[PrefillRecord] = []
         tokens = 0
         for record in self._running:
@@ -69,7 +70,7 @@ class PrefillScheduler:
                 chosen.append(record)
                 tokens += self._next_chunk(record)
         admitted: list[PrefillRecord] = []
-        while (head := self._admissible()) and self._joins(head, chosen, tokens):
+        while admit and (head := self._admissible()) and self._joins(head, chosen, tokens):
             self._admit(head)
             admitted.append(head)
             chosen.append(head)

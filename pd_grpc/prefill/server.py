@@ -6,6 +6,7 @@ import asyncio
 from dataclasses import dataclass
 
 import grpc.aio
+from opentelemetry.metrics import MeterProvider
 from opentelemetry.sdk.trace import TracerProvider
 
 from pd_grpc.blocks.pool import BlockPool
@@ -15,6 +16,7 @@ from pd_grpc.prefill.admin import PrefillView
 from pd_grpc.prefill.bulk import BulkSender
 from pd_grpc.prefill.machine import PrefillMachine
 from pd_grpc.prefill.peer import DecodePeer, PeerFactory
+from pd_grpc.prefill.prepare_metrics import PrepareMetrics
 from pd_grpc.prefill.runtime import PrefillRuntime
 from pd_grpc.prefill.service import PrefillInference, PrefillService
 from pd_grpc.prefill.spans import PrefillSpans
@@ -25,6 +27,7 @@ from pd_grpc.protocol.clock import Clock, SystemClock
 from pd_grpc.protocol.config import PrefillConfig
 from pd_grpc.protocol.refs import mint_epoch
 from pd_grpc.protocol.serving import ControlServer
+from pd_grpc.telemetry.metrics import meter
 from pd_grpc.telemetry.tracing import Tracing
 from pd_grpc.transport.inline_sender import InlineTransport
 from pd_grpc.v1 import (
@@ -72,6 +75,15 @@ class PrefillServer:
         """Take nothing new; returns what is in flight. `drained` tells when that has ended."""
         return self.view.drain(deadline_s)
 
+    def pause(self) -> None:
+        """Ask no D for blocks and begin to compute no request until `resume`. What is in flight
+        goes on, and new requests wait, within their budgets."""
+        self.view.pause(True)
+
+    def resume(self) -> None:
+        """Undo `pause`."""
+        self.view.pause(False)
+
     async def drained(self) -> None:
         """Wait until a drain has nothing left to finish."""
         await self.runtime.drained.wait()
@@ -107,10 +119,11 @@ async def start_prefill(
     *,
     clock: Clock | None = None,
     tracer_provider: TracerProvider | None = None,
+    meter_provider: MeterProvider | None = None,
     peers: PeerFactory = DecodePeer,
 ) -> PrefillServer:
-    """Start a P over an engine on the running loop; `peers` makes what reaches each D. PortInUse
-    when its port is taken."""
+    """Start a P over an engine on the running loop; `peers` makes what reaches each D. Metrics go
+    to the process's own provider unless there is another. PortInUse when its port is taken."""
     clock = clock or SystemClock()
     control = ControlServer(config, "prefill", SERVICES)
     control.bind()
@@ -129,7 +142,8 @@ async def start_prefill(
     runtime.connect(bulk)
     changes = ChangeFeed()
     view = PrefillView(config, engine.name, runtime, control, clock, changes)
-    runtime.listeners.append(view.changed)
+    metrics = PrepareMetrics(meter(meter_provider), machine.placement.pool, clock)
+    runtime.listeners += [view.changed, metrics.changed]
     prefill_pb2_grpc.add_PrefillServiceServicer_to_server(
         PrefillService(runtime, config), control.server
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pd_grpc.prefill.prepare import LaneView
 from pd_grpc.prefill.states import PrefillRecord, PrefillState, Times
 from pd_grpc.protocol.messages import duration
 from pd_grpc.v1 import admin_pb2, prefill_pb2, types_pb2
@@ -59,6 +60,22 @@ def describe(
         info.next_timer_in.CopyFrom(duration(at - now))
     if record.fault is not None:
         info.last_error.CopyFrom(record.fault.status())
+    return info
+
+
+def lane_info(lane: LaneView) -> admin_pb2.PrepareLane:
+    """One D in the prepare pool."""
+    info = admin_pb2.PrepareLane(
+        decode=lane.endpoint,
+        in_flight=lane.in_flight,
+        ready=lane.ready,
+        waiting=lane.waiting,
+        backoff_left=duration(lane.backoff_left_s),
+        breaker=f"BREAKER_STATE_{lane.breaker.name}",
+        breaker_left=duration(lane.breaker_left_s),
+    )
+    if lane.breaker_fault is not None:
+        info.breaker_fault.CopyFrom(lane.breaker_fault.status())
     return info
 
 

@@ -44,6 +44,18 @@ class Timeouts(_Section):
     grace_s: float = Field(1.0, ge=0, description="life of a broken session's grants")
     reconnect_min_s: float = Field(0.05, gt=0, description="P's first reconnect back-off")
     reconnect_max_s: float = Field(0.25, gt=0, description="P's longest reconnect back-off")
+    backoff_s: float = Field(
+        0.25, gt=0, description="P asks a D without room no more for this long, if it names no time"
+    )
+    backoff_max_s: float = Field(
+        5.0, gt=0, description="longest time named by a D without room that P keeps to"
+    )
+    breaker_open_s: float = Field(
+        0.25, gt=0, description="P turns from a D that is lost or silent for this long, then probes"
+    )
+    breaker_max_s: float = Field(
+        2.0, gt=0, description="the longest that this gets; each probe that fails doubles it"
+    )
     connect_s: float = Field(2.0, gt=0, description="how long opening a session may take")
     kv_progress_s: float = Field(
         10.0, gt=0, description="longest silence while KV chunks are unacknowledged"
@@ -83,6 +95,9 @@ class Sizes(_Section):
     prefill_queue: int = Field(1024, ge=1, description="requests that may wait on P for one D")
     prepare_ahead: int = Field(
         0, ge=0, description="grants not yet computed; 0 means twice P's batch"
+    )
+    backoff_jitter: float = Field(
+        0.25, ge=0, le=1, description="part of each back-off added by chance, lest Ps ask together"
     )
 
 

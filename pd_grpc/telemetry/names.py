@@ -1,4 +1,4 @@
-"""The names of spans, events and attributes, in one place: some conventions are still moving."""
+"""The names of spans, events, attributes and metrics, in one place: some conventions still move."""
 
 from __future__ import annotations
 
@@ -50,3 +50,13 @@ ATTR_BLOCK_START: Final = "pd.block_start"
 ATTR_BLOCK_COUNT: Final = "pd.block_count"
 # Of `pd.send`: from the end of compute to the last acknowledgement, in seconds.
 ATTR_EXPOSED_S: Final = "pd.exposed_s"
+
+# P's prepare pool; the first three by D.
+METRIC_PREPARE_IN_FLIGHT: Final = "pd.prepare.in_flight"
+METRIC_PREPARE_WAITING: Final = "pd.prepare.waiting"
+METRIC_PREPARE_BREAKER_OPEN: Final = "pd.prepare.breaker_open"
+METRIC_PREPARE_READY: Final = "pd.prepare.ready"
+METRIC_PREPARE_WAIT: Final = "pd.prepare.wait"
+
+# Of metrics: host:port of the D that they are about.
+ATTR_METRIC_DECODE: Final = "decode"

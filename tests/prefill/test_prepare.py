@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from pd_grpc.prefill.prepare import PreparePool
+from pd_grpc.prefill.prepare import PrepareLimits, PreparePool
 from pd_grpc.protocol.refs import TransferKey
+
+NOW = 1000.0
 
 
 def key(n: int) -> TransferKey:
@@ -12,64 +14,64 @@ def key(n: int) -> TransferKey:
 
 def fill(pool: PreparePool, endpoint: str, numbers: range) -> None:
     for n in numbers:
-        pool.enqueue(endpoint, key(n))
+        pool.enqueue(endpoint, key(n), NOW)
 
 
 def test_each_d_has_a_window_and_all_have_a_total() -> None:
-    pool = PreparePool(window=2, total=3, ahead=100)
+    pool = PreparePool(PrepareLimits(window=2, total=3, ahead=100))
     fill(pool, "a", range(4))
     fill(pool, "b", range(10, 14))
-    assert pool.start(lambda _: True) == [key(0), key(1), key(10)]
+    assert pool.start(lambda _: True, NOW) == [key(0), key(1), key(10)]
     assert (pool.in_flight, pool.waiting_for("a"), pool.waiting_for("b")) == (3, 2, 3)
-    assert pool.start(lambda _: True) == []
+    assert pool.start(lambda _: True, NOW) == []
 
 
 def test_a_d_whose_window_is_full_holds_up_no_other() -> None:
-    pool = PreparePool(window=2, total=100, ahead=100)
+    pool = PreparePool(PrepareLimits(window=2, total=100, ahead=100))
     fill(pool, "silent", range(50))
     fill(pool, "free", range(50, 52))
-    assert pool.start(lambda _: True) == [key(0), key(1), key(50), key(51)]
+    assert pool.start(lambda _: True, NOW) == [key(0), key(1), key(50), key(51)]
 
 
 def test_the_oldest_asks_first_whatever_its_d() -> None:
-    pool = PreparePool(window=10, total=1, ahead=100)
+    pool = PreparePool(PrepareLimits(window=10, total=1, ahead=100))
     for n, endpoint in enumerate(["a", "b", "a"]):
-        pool.enqueue(endpoint, key(n))
+        pool.enqueue(endpoint, key(n), NOW)
     order = []
     for _ in range(3):
-        (started,) = pool.start(lambda _: True)
+        (started,) = pool.start(lambda _: True, NOW)
         order.append(started)
         pool.answered(started, granted=False)
     assert order == [key(0), key(1), key(2)]
 
 
 def test_none_asks_a_d_that_cannot_be_asked() -> None:
-    pool = PreparePool(window=10, total=10, ahead=100)
+    pool = PreparePool(PrepareLimits(window=10, total=10, ahead=100))
     fill(pool, "away", range(2))
     fill(pool, "here", range(2, 3))
-    assert pool.start(lambda endpoint: endpoint == "here") == [key(2)]
+    assert pool.start(lambda endpoint: endpoint == "here", NOW) == [key(2)]
     assert pool.waiting_for("away") == 2
 
 
 def test_grants_not_yet_computed_are_bounded_and_asking_does_not_count() -> None:
-    pool = PreparePool(window=10, total=10, ahead=2)
+    pool = PreparePool(PrepareLimits(window=10, total=10, ahead=2))
     fill(pool, "a", range(6))
-    assert len(pool.start(lambda _: True)) == 6
+    assert len(pool.start(lambda _: True, NOW)) == 6
     for n in range(2):
         pool.answered(key(n), granted=True)
     fill(pool, "a", range(6, 7))
-    assert (pool.granted, pool.start(lambda _: True)) == (2, [])
+    assert (pool.granted, pool.start(lambda _: True, NOW)) == (2, [])
     pool.computed(key(0))
-    assert pool.start(lambda _: True) == [key(6)]
+    assert pool.start(lambda _: True, NOW) == [key(6)]
 
 
 def test_a_request_that_is_withdrawn_leaves_nothing_behind() -> None:
-    pool = PreparePool(window=1, total=1, ahead=1)
+    pool = PreparePool(PrepareLimits(window=1, total=1, ahead=1))
     fill(pool, "a", range(3))
-    pool.start(lambda _: True)
+    pool.start(lambda _: True, NOW)
     pool.withdraw(key(1))
     pool.withdraw(key(0))
-    assert pool.start(lambda _: True) == [key(2)]
+    assert pool.start(lambda _: True, NOW) == [key(2)]
     pool.answered(key(2), granted=True)
     pool.withdraw(key(2))
     assert (pool.in_flight, pool.granted, pool.waiting_for("a")) == (0, 0, 0)
@@ -77,10 +79,10 @@ def test_a_request_that_is_withdrawn_leaves_nothing_behind() -> None:
 
 def test_grants_that_pile_up_for_one_decode_hold_back_no_other() -> None:
     """S1, invariant 8."""
-    pool = PreparePool(window=8, total=64, ahead=4)
+    pool = PreparePool(PrepareLimits(window=8, total=64, ahead=4))
     fill(pool, "slow", range(8))
-    for started in pool.start(lambda _: True):
+    for started in pool.start(lambda _: True, NOW):
         pool.answered(started, granted=True)
-    assert pool.granted >= 4 and pool.start(lambda _: True) == []
+    assert pool.granted >= 4 and pool.start(lambda _: True, NOW) == []
     fill(pool, "free", range(8, 10))
-    assert pool.start(lambda _: True) == [key(8), key(9)]
+    assert pool.start(lambda _: True, NOW) == [key(8), key(9)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -172,9 +173,11 @@ def ours_is_what_is_meant(patch: pytest.MonkeyPatch) -> None:
 @mutant("P225")
 def one_window_for_all_decodes(patch: pytest.MonkeyPatch) -> None:
     right = PreparePool.__init__
-    patch.setattr(
-        PreparePool, "__init__", lambda self, window, total, ahead: right(self, 8, 8, ahead)
-    )
+
+    def wrong(self, limits, jitter):  # type: ignore[no-untyped-def]
+        right(self, replace(limits, window=8, total=8), jitter)
+
+    patch.setattr(PreparePool, "__init__", wrong)
 
 
 @mutant("P226")
