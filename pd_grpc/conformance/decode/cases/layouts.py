@@ -179,8 +179,7 @@ async def a_shard_of_some_layers(d: DecodeHand) -> None:
 
 @case(
     142,
-    "FEATURE has feature, of a layout that is the path of the kind, such as"
-    " layout.groups[0].planes[1].kind",
+    "of a layout that is the path of the kind, such as layout.groups[0].planes[1].kind",
 )
 async def what_is_not_built_is_named(d: DecodeHand) -> None:
     """A layout with a kind of group or plane that is reserved, or of a later version, is refused
