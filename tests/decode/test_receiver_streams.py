@@ -109,6 +109,27 @@ async def test_a_stock_stub_sends_kv_and_completes(served: Served, stub: Any) ->
     assert served.buffer[at : at + 3 * LAYER] == chunk().chunk.payload[3 * LAYER :]
 
 
+async def test_a_half_close_without_end_is_ok_and_completes_nothing(
+    served: Served, stub: Any
+) -> None:
+    call = stub.Transfer(timeout=10)
+    for message in (opening(), chunk(), chunk(1, 1)):
+        await call.write(message)
+    await call.done_writing()
+    answers = [answer async for answer in call]
+    opened, *acks = [answer.WhichOneof("message") for answer in answers]
+    assert opened == "opened" and set(acks) == {"ack"}
+    assert answers[-1].ack.accepted_bytes == 8 * LAYER
+    assert await call.code() is grpc.StatusCode.OK
+    assert not [e for e in served.events if isinstance(e, ev.ReceiveCompleted)]
+    again = stub.Transfer(timeout=10)
+    end = transfer_pb2.TransferEnd(chunks=0, bytes=0)
+    for message in (opening(), transfer_pb2.TransferRequest(end=end)):
+        await again.write(message)
+        answer = await again.read()
+    assert answer.HasField("completed")
+
+
 async def test_what_is_no_message_is_refused(served: Served) -> None:
     async with grpc.aio.insecure_channel(served.bulk.endpoint) as channel:
         transfer: Any = channel.stream_stream(TRANSFER_METHOD, None, None)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from pd_grpc.conformance.case import answer_s, expect_equal, quiet_s
+from pd_grpc.conformance.case import answer_s, expect, expect_equal, quiet_s
 from pd_grpc.conformance.decode.cases.registry import DECODE_CASES as case
 from pd_grpc.conformance.decode.handover import HandOver, granted
 from pd_grpc.conformance.decode.subject import DecodeHand
@@ -143,6 +143,29 @@ async def client_gone(d: DecodeHand) -> None:
     h, transfer, _ = await _half_sent(d)
     await h.leg.leave()
     await transfer.refused(Reason.CLIENT_GONE, "the client left")
+
+
+@case(
+    360,
+    "A half-close without end ends the call with OK, after the acks that are on their way.",
+)
+async def a_half_close_ends_the_call(d: DecodeHand) -> None:
+    """A stream that has sent everything is half-closed without end: the last ack comes, then OK and
+    no completed. Another one has nothing to send, and its end completes the transfer."""
+    h = await granted(d)
+    transfer = await h.receiving()
+    *most, last = h.kv()
+    await transfer.send_all(most)
+    await transfer.send(last)
+    await transfer.stream.half_close()
+    await transfer.acknowledged(transfer.bytes)
+    more = await transfer.stream.next("the end of the stream")
+    expect(more is None, "nothing after the acks", more)
+    await transfer.stream.fine("it was half-closed without end")
+    again = await h.receiving()
+    await again.complete()
+    await h.first_token()
+    await h.answers()
 
 
 async def _half_sent(d: DecodeHand) -> tuple[HandOver, Transfer, list[transfer_pb2.KvChunk]]:

@@ -9,6 +9,7 @@ from pd_grpc.decode import machine
 from pd_grpc.decode.bulk import BulkServer
 from pd_grpc.decode.receiver import Receiver
 from pd_grpc.protocol.faults import Fault, Reason, stage_deadline
+from pd_grpc.v1 import transfer_pb2
 from tests.conformance.mutants.decode.registry import DECODE_MUTANTS as mutant
 
 
@@ -124,3 +125,29 @@ def a_closed_grant_ends_its_stream_with_ok(patch: pytest.MonkeyPatch) -> None:
         return [*ended, *right(self, grant_id, fault)]
 
     patch.setattr(Receiver, "close_grant", wrong)
+
+
+@mutant("D360")
+def a_half_close_is_out_of_order(patch: pytest.MonkeyPatch) -> None:
+    right = BulkServer._reading_ended
+
+    def wrong(self, stream, outbox, done):  # type: ignore[no-untyped-def]
+        outbox.end(Fault(Reason.WRONG_STATE, "the stream ended without end", {"state": "open"}))
+        right(self, stream, outbox, done)
+
+    patch.setattr(BulkServer, "_reading_ended", wrong)
+
+
+@mutant("D360")
+def a_half_close_is_an_end(patch: pytest.MonkeyPatch) -> None:
+    right = BulkServer._read
+
+    async def wrong(self, stream, requests, outbox):  # type: ignore[no-untyped-def]
+        await right(self, stream, requests, outbox)
+        state = self._receiver._streams.get(stream)
+        if state is not None:
+            end = transfer_pb2.TransferEnd(chunks=state.chunks, bytes=state.bytes)
+            message = transfer_pb2.TransferRequest(end=end)
+            self._perform(self._receiver.message(stream, message, 0.0))
+
+    patch.setattr(BulkServer, "_read", wrong)
