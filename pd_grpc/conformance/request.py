@@ -15,6 +15,8 @@ M = TypeVar("M", bound=Message)
 
 BUDGET_S = 60.0
 MAX_WAIT_S = 30.0
+_SMALL_VOCAB = 1000
+"""No model has fewer tokens, where the size is not told."""
 
 
 @dataclass
@@ -100,9 +102,11 @@ def replaced(message: M, fields: dict[str, Any]) -> M:
 
 
 def prompt_of(name: str, tokens: int, vocab_size: int) -> list[int]:
-    """`tokens` token ids that no other `name` shares, none of them special in the models known."""
+    """`tokens` token ids that no other `name` shares, none of them special in the models known.
+    A `vocab_size` of 0 is one that is not told."""
     stream = hashlib.shake_128(name.encode()).digest(4 * tokens)
-    low = min(300, vocab_size - 1)
+    vocab_size = vocab_size or _SMALL_VOCAB
+    low = min(300, vocab_size // 2)
     return [
         low + int.from_bytes(stream[4 * i : 4 * i + 4], "little") % (vocab_size - low)
         for i in range(tokens)

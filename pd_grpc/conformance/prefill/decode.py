@@ -14,6 +14,7 @@ from google.protobuf.message import Message
 
 from pd_grpc.conformance.case import broken, expect_equal, within
 from pd_grpc.conformance.channels import SERVER_OPTIONS
+from pd_grpc.conformance.later import later
 from pd_grpc.conformance.prefill.grant import Grant, block_ranges
 from pd_grpc.conformance.prefill.session import Session
 from pd_grpc.conformance.prefill.shard import IncomingKv, ShardService, Steps
@@ -86,8 +87,8 @@ class KitDecode:
         """Every Transfer, in order."""
         self.cached_blocks: set[int] = set()
         """Logical blocks that it claims to hold of every prompt."""
-        self.later_fields = b""
-        """Bytes of fields of a later version, which it adds to its answers."""
+        self.is_later = False
+        """Whether its answers have fields of a later version."""
         self.layout = KvLayout("", "", 1, ())
         self._transcript = transcript
         self._ended: set[TransferKey] = set()
@@ -122,6 +123,16 @@ class KitDecode:
         if not self.sessions:
             broken("a session of P's", "none")
         return self.sessions[-1]
+
+    @property
+    def token(self) -> decode_pb2.FirstToken:
+        """The first token that came last. Broken unless it was one, and no more."""
+        if not self.first_token.seen:
+            broken("SendFirstToken", "none")
+        sent = self.first_token.seen[-1]
+        if len(sent.tokens) != 1:
+            broken("one token in SendFirstToken", sent)
+        return sent.tokens[0]
 
     async def joined(self, number: int = 1, seconds: float | None = None) -> Session:
         """The `number`-th session that was welcomed, from 1."""
@@ -226,7 +237,7 @@ class KitDecode:
         for older in self.sessions:
             older.end(Fault(Reason.SUPERSEDED, "a newer session of this P began"))
         welcome = self._welcome(session.session_id, first.hello)
-        self.layout = layout_from_proto(welcome.layout)
+        self.layout = _layout(welcome)
         self.sessions.append(session)
         self._session_id = session.session_id
         self._welcomed.set()
@@ -255,6 +266,7 @@ class KitDecode:
         """Serve Allocate."""
         await self.allocate.take(request)
         self._check(request.session_id, request.ref)
+        self._check_room(request)
         key = key_of(request.ref)
         if key in self._ended:
             raise Refused(Fault(Reason.RELEASED, "the transfer has ended"))
@@ -318,17 +330,32 @@ class KitDecode:
         return grant
 
     def _later(self, message: M) -> M:
-        message.MergeFromString(self.later_fields)
-        return message
+        return later(message) if self.is_later else message
 
     def _knows(self, grant_id: str) -> bool:
         return any(grant.grant_id == grant_id for grant in self.grants.values())
+
+    def _check_room(self, request: decode_pb2.AllocateRequest) -> None:
+        """Refused where it asks for more than Welcome has said."""
+        needed = request.prompt_tokens + request.max_new_tokens
+        total = self.hello.answer.get("max_model_len", needed)
+        if needed > total:
+            metadata = {"needed": str(needed), "total": str(total), "unit": "tokens"}
+            raise Refused(Fault(Reason.TOO_LARGE, "longer than D takes", metadata))
 
     def _check(self, session_id: str, ref: types_pb2.TransferRef) -> None:
         if session_id != self._session_id:
             raise Refused(Fault(Reason.NO_SESSION, "not the newest session"))
         if ref.decode_epoch != self.instance.epoch:
             raise Refused(Fault(Reason.STALE_EPOCH, "the ref means another process"))
+
+
+def _layout(welcome: decode_pb2.Welcome) -> KvLayout:
+    """What P offered, or a case has put in its place. Refused where it cannot be read."""
+    try:
+        return layout_from_proto(welcome.layout)
+    except ValueError as error:
+        raise Refused(bad_request([FieldError("hello.layouts", str(error))])) from None
 
 
 class _Control(decode_pb2_grpc.DecodeServiceServicer):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import secrets
 import socket
@@ -10,11 +9,17 @@ import time
 from collections.abc import AsyncIterator
 from typing import Any
 
-import grpc
 import grpc.aio
 
-from pd_grpc.conformance.calls import answer
-from pd_grpc.conformance.case import Broken, NotApplicable, answer_s, expect, expect_equal
+from pd_grpc.conformance.calls import answer, if_served
+from pd_grpc.conformance.case import (
+    NotApplicable,
+    answer_s,
+    eventually,
+    expect,
+    expect_equal,
+    parsed,
+)
 from pd_grpc.conformance.channels import connect, new_epoch
 from pd_grpc.conformance.kv import KvRule
 from pd_grpc.conformance.prefill.caller import Caller
@@ -35,8 +40,12 @@ from pd_grpc.v1 import (
     types_pb2,
 )
 
-LOOK_AGAIN_S = 0.01
-"""Between two looks at P's pool."""
+UNTOLD = 2**31
+"""Of a limit that P does not tell."""
+MAX_NEW_TOKENS = 8
+"""That a request of the kit asks for."""
+HOP_MARGIN_S = 0.1
+"""A hop answers so long before its budget ends."""
 
 _FREE = (admin_pb2.BLOCK_STATE_FREE, admin_pb2.BLOCK_STATE_CACHED)
 
@@ -55,12 +64,14 @@ class PrefillSubject:
         self.endpoint = endpoint
         self.info = info
         self.listen = listen
-        self.layout = layout_from_proto(info.layout)
+        self.layout = parsed(layout_from_proto, info.layout, "the layout of GetModelInfo")
         self.rule = KvRule(self.layout)
         self.server = admin_pb2.ServerInfo()
         """Empty where AdminService is not served."""
         self.left = False
         """Set by the case after which P exits."""
+        self.undisturbed_s: float | None = None
+        """How long a request takes that nothing holds up, once a case has measured it."""
         self._admin = admin_pb2_grpc.AdminServiceStub(channel)
 
     @property
@@ -78,17 +89,30 @@ class PrefillSubject:
         """Blocks of P's pool; 0 where P does not say."""
         return sum(count.blocks for count in self.server.blocks)
 
-    async def look(self) -> bool:
-        """Ask P how it is; whether it says so."""
-        request = admin_pb2.GetServerInfoRequest()
-        try:
-            found = await self._admin.GetServerInfo(request, timeout=answer_s())
-        except grpc.aio.AioRpcError as error:
-            if error.code() is grpc.StatusCode.UNIMPLEMENTED:
-                return False
-            raise
-        self.server = found.server
-        return True
+    @property
+    def max_model_len(self) -> int:
+        """Tokens that prompt and output may have. NotApplicable where P does not say."""
+        if not self.info.max_model_len:
+            raise NotApplicable("P's GetModelInfo does not tell max_model_len")
+        return int(self.info.max_model_len)
+
+    @property
+    def vocab_size(self) -> int:
+        """Token ids are below this. NotApplicable where P does not say."""
+        if not self.info.vocab_size:
+            raise NotApplicable("P's GetModelInfo does not tell vocab_size")
+        return int(self.info.vocab_size)
+
+    async def look(self) -> admin_pb2.ServerInfo:
+        """Ask P how it is. NotApplicable where it does not say."""
+        call = self._admin.GetServerInfo(admin_pb2.GetServerInfoRequest(), timeout=answer_s())
+        self.server = (await if_served(call, "GetServerInfo")).server
+        return self.server
+
+    @property
+    def held_blocks(self) -> int:
+        """Blocks of P's that are not free, when it was looked at last."""
+        return sum(c.blocks for c in self.server.blocks if c.state not in _FREE)
 
     @contextlib.asynccontextmanager
     async def case(self, case_id: str, transcript: Transcript) -> AsyncIterator[PrefillHand]:
@@ -106,19 +130,14 @@ class PrefillSubject:
 
     async def settled(self) -> None:
         """Broken when P still holds a block or a request that nobody waits for any more."""
+
+        def idle(server: admin_pb2.ServerInfo) -> bool:
+            return not self.held_blocks and not sum(c.transfers for c in server.transfers)
+
         limit = answer_s() + KitTimes().grace
-        until = time.monotonic() + limit
-        while await self.look():
-            held = sum(c.blocks for c in self.server.blocks if c.state not in _FREE)
-            flying = sum(c.transfers for c in self.server.transfers)
-            if not held and not flying:
-                return
-            if time.monotonic() > until:
-                raise Broken(
-                    f"expected every block of P free and no request in flight {limit:g} s after "
-                    f"the case; got {held} blocks held and {flying} in flight"
-                )
-            await asyncio.sleep(LOOK_AGAIN_S)
+        what = f"every block of P free and no request in flight {limit:g} s after the case"
+        with contextlib.suppress(NotApplicable):
+            await eventually(self.look, idle, what, limit)
 
 
 @contextlib.asynccontextmanager
@@ -190,13 +209,50 @@ class PrefillHand:
             probe.bind((self.subject.listen, 0))
             return address(self.subject.listen, probe.getsockname()[1])
 
+    def blocks(self, number: float) -> int:
+        """Tokens of so many blocks. NotApplicable where P takes no prompt so long."""
+        tokens = int(number * self.block_size)
+        if tokens > self.longest_prompt:
+            raise NotApplicable(
+                f"it takes a prompt of {tokens} tokens, and P takes {self.longest_prompt}"
+            )
+        return tokens
+
+    @property
+    def longest_prompt(self) -> int:
+        """Tokens of the longest prompt that P's pool and model have room for, with the output that
+        `request` asks for; as far as P tells."""
+        pool = self.subject.total_blocks * self.block_size
+        model = self.subject.info.max_model_len
+        return min(pool or UNTOLD, model - MAX_NEW_TOKENS if model else UNTOLD)
+
+    def filling(self, most: int) -> tuple[int, int]:
+        """So many prompts of so many tokens each, two at least, leave no room in P's pool for
+        another. NotApplicable where it takes more than `most`, or P does not tell."""
+        blocks = min(self.total_blocks // 2, self.longest_prompt // self.block_size)
+        if not blocks or self.total_blocks // blocks > most:
+            raise NotApplicable(
+                f"P's pool has {self.total_blocks} blocks, and a prompt takes {blocks} at most"
+            )
+        return self.total_blocks // blocks, blocks * self.block_size
+
     def request(self, tokens: int = 0, **fields: Any) -> Request:
         """A request that nobody else has made, `tokens` long: by default two blocks and a half."""
         transfer_id = f"{self.name('t')}-{secrets.token_hex(16)}"
-        prompt = prompt_of(
-            transfer_id, tokens or self.block_size * 5 // 2 or 1, self.subject.info.vocab_size
-        )
+        prompt = self.tokens(tokens or self.block_size * 5 // 2 or 1, transfer_id)
         return Request(**{"transfer_id": transfer_id, "prompt": prompt, **fields})
+
+    def tokens(self, number: int, name: str = "") -> list[int]:
+        """So many token ids that nobody else has sent."""
+        return prompt_of(name or self.name("tokens"), number, self.subject.info.vocab_size)
+
+    async def brief_s(self) -> float:
+        """A budget within which P does all of its part of a request, and which is soon over."""
+        if self.subject.undisturbed_s is None:
+            began = time.monotonic()
+            await self.call(self.request(), await self.decode()).handed_off()
+            self.subject.undisturbed_s = time.monotonic() - began
+        return 3 * self.subject.undisturbed_s + HOP_MARGIN_S + answer_s() / 20
 
     def call(
         self,
@@ -239,7 +295,7 @@ class PrefillHand:
         d = await self.decode()
         twin = self.request(prompt=request.prompt, sampling=request.sampling)
         await self.call(twin, d).handed_off()
-        return d.first_token.seen[0].tokens[0].token_id
+        return int(d.token.token_id)
 
     def answer(self, request: Request) -> list[int]:
         """Every token of the answer by the sim's rule; NotApplicable where P does not follow it."""
@@ -249,26 +305,22 @@ class PrefillHand:
 
     def check_first_token(self, request: Request, d: KitDecode) -> None:
         """Broken unless D has been given the right first token, last of all."""
-        token = d.first_token.seen[-1].tokens[0].token_id
-        expect(token < self.subject.info.vocab_size, "a token of the vocabulary", token)
+        token = d.token.token_id
+        size = self.subject.info.vocab_size
+        expect(not size or token < size, "a token of the vocabulary", token)
         if self.rule.is_sim:
             expect_equal(token, self.answer(request)[0], "the first token")
 
     async def gone(self, ref: types_pb2.TransferRef) -> None:
         """Wait until P has ended a request. NotApplicable where its AdminService does not tell."""
-        until = time.monotonic() + answer_s()
-        request = admin_pb2.ListTransfersRequest()
-        while True:
-            try:
-                found = await self.admin.ListTransfers(request, timeout=answer_s())
-            except grpc.aio.AioRpcError as error:
-                if error.code() is grpc.StatusCode.UNIMPLEMENTED:
-                    raise NotApplicable("P's AdminService does not list its transfers") from None
-                raise
-            if all(each.ref.transfer_id != ref.transfer_id for each in found.transfers):
-                return
-            expect(time.monotonic() < until, f"{ref.transfer_id} to end on P", "it has not")
-            await asyncio.sleep(LOOK_AGAIN_S)
+
+        async def flying() -> list[str]:
+            call = self.admin.ListTransfers(admin_pb2.ListTransfersRequest(), timeout=answer_s())
+            found: admin_pb2.ListTransfersResponse = await if_served(call, "ListTransfers")
+            return [each.ref.transfer_id for each in found.transfers]
+
+        ended = f"{ref.transfer_id} ended on P"
+        await eventually(flying, lambda ids: ref.transfer_id not in ids, ended)
 
     async def end_calls(self) -> None:
         """Let every D answer, and leave every call that is still open."""

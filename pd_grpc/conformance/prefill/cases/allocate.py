@@ -5,8 +5,9 @@ from __future__ import annotations
 from pd_grpc.conformance.case import expect, expect_equal
 from pd_grpc.conformance.prefill.cases.registry import PREFILL_CASES as case
 from pd_grpc.conformance.prefill.subject import PrefillHand
+from pd_grpc.conformance.sampling_values import SAMPLING_OFF
 from pd_grpc.protocol.faults import Fault, Quota, Reason
-from pd_grpc.protocol.messages import prompt_digest, sampling_from_proto, seconds
+from pd_grpc.protocol.messages import prompt_digest, seconds
 from pd_grpc.v1 import sampling_pb2
 
 
@@ -14,7 +15,7 @@ from pd_grpc.v1 import sampling_pb2
 async def prompt_tokens_count_both(p: PrefillHand) -> None:
     """An answer that is continued is asked for with prompt and output so far counted together."""
     d = await p.decode()
-    request = p.request(generated=[400, 401, 402])
+    request = p.request(generated=p.tokens(3))
     await p.call(request, d).handed_off()
     asked = d.allocate.seen[0]
     expect_equal(asked.prompt_tokens, len(request.prompt) + 3, "prompt_tokens")
@@ -24,7 +25,7 @@ async def prompt_tokens_count_both(p: PrefillHand) -> None:
 async def max_new_tokens_counts_what_is_left(p: PrefillHand) -> None:
     """Of max_tokens 8 with three tokens of output so far five are left."""
     d = await p.decode()
-    await p.call(p.request(generated=[400, 401, 402]), d).handed_off()
+    await p.call(p.request(generated=p.tokens(3)), d).handed_off()
     expect_equal(d.allocate.seen[0].max_new_tokens, 5, "max_new_tokens")
 
 
@@ -36,7 +37,7 @@ async def max_new_tokens_counts_what_is_left(p: PrefillHand) -> None:
 async def the_digest_is_of_both(p: PrefillHand) -> None:
     """The digest is of the prompt, and of prompt and output so far where there is any."""
     d = await p.decode()
-    for request in (p.request(), p.request(generated=[400, 401])):
+    for request in (p.request(), p.request(generated=p.tokens(2))):
         await p.call(request, d).handed_off()
         expect_equal(
             d.allocate.seen[-1].prompt_digest, prompt_digest(request.tokens), "prompt_digest"
@@ -60,7 +61,12 @@ async def sampling_passes_unchanged(p: PrefillHand) -> None:
     )
     await p.call(p.request(sampling=sampling), d).handed_off()
     got = d.allocate.seen[0].sampling
-    expect_equal(str(sampling_from_proto(got)), str(sampling_from_proto(sampling)), "sampling")
+    for field, value in sampling.ListFields():
+        expect_equal(getattr(got, field.name), value, f"sampling.{field.name}")
+    asked = {field.name for field, _ in sampling.ListFields()}
+    for field, value in got.ListFields():
+        off = field.name in asked or SAMPLING_OFF.get(field.name) == value
+        expect(off, f"no sampling.{field.name}, which was not asked for", value)
 
 
 @case(205, "The client's deadline is the request's budget and only shrinks.")
@@ -84,7 +90,7 @@ async def one_token_needs_no_kv(p: PrefillHand) -> None:
     d = await p.decode()
     one = sampling_pb2.SamplingParams(max_tokens=1, temperature=0)
     four = sampling_pb2.SamplingParams(max_tokens=4, temperature=0)
-    for request in (p.request(sampling=one), p.request(sampling=four, generated=[400, 401, 402])):
+    for request in (p.request(sampling=one), p.request(sampling=four, generated=p.tokens(3))):
         await p.call(request, d).handed_off()
         expect_equal(d.allocate.seen[-1].kv_needed, False, "kv_needed")
     expect_equal(d.kv.open.seen, [], "the Transfers")

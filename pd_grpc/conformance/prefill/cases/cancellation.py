@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
-from pd_grpc.conformance.case import expect, expect_equal, within
+import time
+
+from pd_grpc.conformance.case import NotApplicable, eventually, expect, expect_equal, within
+from pd_grpc.conformance.prefill.caller import Caller
 from pd_grpc.conformance.prefill.cases.registry import PREFILL_CASES as case
 from pd_grpc.conformance.prefill.decode import KitDecode, KitTimes
 from pd_grpc.conformance.prefill.shard import IncomingKv
 from pd_grpc.conformance.prefill.subject import PrefillHand
 from pd_grpc.protocol.faults import Fault, Reason, read_status
 from pd_grpc.v1 import types_pb2
+
+MOST_COMPUTED = 8
+"""Prompts that are computed to fill P's pool."""
+LONG_S = 0.5
+"""A compute that takes so long is seen to stop."""
 
 CANCEL = (
     "Cancelling it leaves the queue at once, stops the compute by the next chunk and releases D"
@@ -74,18 +82,48 @@ async def under_the_first_token(p: PrefillHand) -> None:
 
 @case(605, CANCEL)
 async def in_the_middle_of_a_long_prompt(p: PrefillHand) -> None:
-    """The caller of a prompt of nearly P's whole pool leaves at the first progress: P releases D,
+    """The callers of prompts that fill P's pool leave at the first progress: P releases D for each,
     and another prompt as long is handed over."""
-    tokens = (p.total_blocks - 2) * p.block_size
+    number, tokens = p.filling(MOST_COMPUTED)
+    # A D each, for P may keep some of its pool from one that takes KV slowly.
+    decodes = [await p.decode() for _ in range(number)]
+    requests = [p.request(tokens) for _ in decodes]
+    for d in decodes:
+        d.kv.chunk.hold()
+    callers = [p.call(*pair) for pair in zip(requests, decodes, strict=True)]
+    for caller in callers:
+        await caller.event("progress")
+    for d, request, caller in zip(decodes, requests, callers, strict=True):
+        await caller.leave()
+        await _released(d, request.ref)
+    await p.call(p.request(tokens), await p.decode()).handed_off()
+
+
+@case(608, CANCEL)
+async def the_compute_stops(p: PrefillHand) -> None:
+    """The caller of a long prompt leaves at the first progress: P has its blocks back in less than
+    half the time that an equal prompt takes from there to the last progress."""
+    _, tokens = p.filling(2)
     d = await p.decode()
-    d.kv.chunk.hold()
-    request = p.request(tokens)
-    caller = p.call(request, d)
+    takes_s = await _computing_s(p.call(p.request(tokens), d))
+    if takes_s < LONG_S:
+        raise NotApplicable(f"P computes {tokens} tokens in {takes_s:.2f} s, too fast to see")
+    caller = p.call(p.request(tokens), d)
     await caller.event("progress")
     await caller.leave()
-    await _released(d, request.ref)
-    d.go()
-    await p.call(p.request(tokens), d).handed_off()
+    what = f"P's blocks free within {takes_s / 2:.2f} s, as the compute stops by the next chunk"
+    await eventually(p.subject.look, lambda _: not p.subject.held_blocks, what, takes_s / 2)
+
+
+async def _computing_s(caller: Caller) -> float:
+    """From the first progress to the last; read to the hand-off."""
+    await caller.event("progress")
+    first = last = time.monotonic()
+    while (event := await caller.stream.next("the next event of Prefill")) is not None:
+        if event.HasField("progress"):
+            last = time.monotonic()
+    await caller.stream.fine("the request was handed off")
+    return last - first
 
 
 @case(606, CANCEL)

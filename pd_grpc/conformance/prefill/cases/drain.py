@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import grpc
-import grpc.aio
-
-from pd_grpc.conformance.case import NotApplicable, answer_s
+from pd_grpc.conformance.calls import if_served
+from pd_grpc.conformance.case import answer_s
 from pd_grpc.conformance.prefill.cases.registry import PREFILL_CASES as case
 from pd_grpc.conformance.prefill.subject import PrefillHand
 from pd_grpc.protocol.faults import Reason
@@ -30,12 +28,7 @@ async def drained_by_an_operator(p: PrefillHand) -> None:
     await d.kv.end.came("end")
     await silent.allocate.came("Allocate")
     request = admin_pb2.DrainRequest(deadline=duration(DRAIN_S))
-    try:
-        await p.admin.Drain(request, timeout=answer_s())
-    except grpc.aio.AioRpcError as error:
-        if error.code() is grpc.StatusCode.UNIMPLEMENTED:
-            raise NotApplicable("P serves no AdminService.Drain") from None
-        raise
+    await if_served(p.admin.Drain(request, timeout=answer_s()), "AdminService.Drain")
     await p.refused(p.request(), Reason.DRAINING, "P drains")
     d.go()
     await running.handed_off()

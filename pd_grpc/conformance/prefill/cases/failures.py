@@ -9,9 +9,6 @@ from pd_grpc.conformance.prefill.subject import PrefillHand
 from pd_grpc.protocol.faults import Fault, Reason, TransportFault, read_status
 from pd_grpc.v1 import decode_pb2, types_pb2
 
-BUDGET_S = 0.4
-"""Of a request whose time runs out."""
-
 IN_TIME = (
     "Each hop answers 100 ms before its budget ends, so that its details reach the caller before"
     " the caller's own timer fires."
@@ -100,9 +97,10 @@ async def an_allocate_out_of_time_is_released(p: PrefillHand) -> None:
     """D answers no Allocate until the caller's time is over: D hears Release and why."""
     d = await p.decode()
     d.allocate.hold()
-    request = p.request()
-    caller = p.call(request, d, timeout_s=BUDGET_S)
-    await caller.fails(Reason.STAGE_DEADLINE, "D grants nothing")
+    request, budget_s = p.request(), await p.brief_s()
+    caller = p.call(request, d, timeout_s=budget_s)
+    limit = budget_s + answer_s()
+    await caller.fails(Reason.STAGE_DEADLINE, "D grants nothing", limit)
     await _released(d, request.ref, Reason.STAGE_DEADLINE)
 
 
@@ -111,9 +109,10 @@ async def d_hears_the_cause(p: PrefillHand) -> None:
     """The caller's time ends while D holds back completed: Release tells D so, with the stage."""
     d = await p.decode()
     d.kv.end.hold()
-    request = p.request()
-    caller = p.call(request, d, timeout_s=BUDGET_S)
-    await caller.fails(Reason.STAGE_DEADLINE, "D never has all KV")
+    request, budget_s = p.request(), await p.brief_s()
+    caller = p.call(request, d, timeout_s=budget_s)
+    limit = budget_s + answer_s()
+    await caller.fails(Reason.STAGE_DEADLINE, "D never has all KV", limit)
     cause = await _released(d, request.ref, Reason.STAGE_DEADLINE)
     expect_equal(cause.metadata.get("stage"), "transfer", "the stage")
 
@@ -131,8 +130,9 @@ async def time_spent_in_the_queue(p: PrefillHand) -> None:
     """D answers no Hello: the stage is queue, or DECODE_LOST where P gives D up before."""
     d = await p.decode()
     d.hello.hold()
-    caller = p.call(p.request(), d, timeout_s=BUDGET_S)
-    ended = await caller.ends()
+    budget_s = await p.brief_s()
+    caller = p.call(p.request(), d, timeout_s=budget_s)
+    ended = await caller.ends(budget_s + answer_s())
     ours = isinstance(ended, Fault)
     expect(ours, "a fault of the protocol's", "OK" if ended is None else str(ended))
     if isinstance(ended, Fault) and ended.reason is not Reason.DECODE_LOST:
@@ -166,8 +166,10 @@ async def a_first_token_refused(p: PrefillHand) -> None:
 
 
 async def _out_of_time(p: PrefillHand, d: KitDecode, stage: str) -> None:
-    caller = p.call(p.request(), d, timeout_s=BUDGET_S)
-    fault = await caller.fails(Reason.STAGE_DEADLINE, "the caller's time is over")
+    budget_s = await p.brief_s()
+    caller = p.call(p.request(), d, timeout_s=budget_s)
+    limit = budget_s + answer_s()
+    fault = await caller.fails(Reason.STAGE_DEADLINE, "the caller's time is over", limit)
     expect_equal(fault.metadata.get("stage"), stage, "the stage")
 
 

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from pd_grpc.conformance.case import expect, expect_equal
+from pd_grpc.conformance.case import expect, expect_equal, quiet_s
+from pd_grpc.conformance.later import UNKNOWN_VALUE
 from pd_grpc.conformance.prefill.cases.registry import PREFILL_CASES as case
 from pd_grpc.conformance.prefill.decode import KitDecode
 from pd_grpc.conformance.prefill.subject import PrefillHand
 from pd_grpc.protocol.faults import Fault
 from pd_grpc.protocol.messages import seconds
 from pd_grpc.v1 import sampling_pb2, types_pb2
-
-QUIET_S = 0.15
-"""How long a hand-off that must not come is waited for."""
 
 ALLOCATE_TAKES_S = 0.1
 """How long D takes for an Allocate whose time must show."""
@@ -38,7 +36,7 @@ async def the_first_token_is_right(p: PrefillHand) -> None:
     """The first token of a prompt, and the next one of an answer that is continued, are the right
     ones by the sim's rule where P follows it."""
     d = await p.decode()
-    for request in (p.request(), p.request(p.block_size * 4, generated=[400, 401])):
+    for request in (p.request(), p.request(p.blocks(4), generated=p.tokens(2))):
         await p.call(request, d).handed_off()
         p.check_first_token(request, d)
 
@@ -76,7 +74,7 @@ async def the_only_token_ends_by_length(p: PrefillHand) -> None:
     d = await p.decode()
     one = sampling_pb2.SamplingParams(max_tokens=1, temperature=0)
     await p.call(p.request(sampling=one), d).handed_off()
-    finish = d.first_token.seen[0].tokens[0].finish_reason
+    finish = d.token.finish_reason
     expect_equal(finish, types_pb2.FINISH_REASON_LENGTH, "finish_reason")
 
 
@@ -92,7 +90,7 @@ async def a_stop_token_ends_by_stop(p: PrefillHand) -> None:
     d = await p.decode()
     d.kv.chunk.hold()
     await p.call(p.request(prompt=request.prompt, sampling=stopping), d).handed_off()
-    said = d.first_token.seen[0].tokens[0]
+    said = d.token
     expect_equal(said.token_id, token, "the first token")
     expect_equal(said.finish_reason, types_pb2.FINISH_REASON_STOP, "finish_reason")
 
@@ -113,7 +111,7 @@ async def equal_seeds_choose_alike(p: PrefillHand) -> None:
         request = p.request(prompt=prompt, sampling=drawn)
         await p.call(request, d).handed_off()
         p.check_first_token(request, d)
-        tokens.append(d.first_token.seen[-1].tokens[0].token_id)
+        tokens.append(d.token.token_id)
     expect_equal(tokens[1], tokens[0], "the second first token")
 
 
@@ -124,7 +122,7 @@ async def no_hand_off_without_kv(p: PrefillHand) -> None:
     d.kv.chunk.hold()
     caller = p.call(p.request(), d)
     await d.first_token.came("the first token")
-    await caller.no_hand_off(QUIET_S, "D has not verified the KV")
+    await caller.no_hand_off(quiet_s(), "D has not verified the KV")
     d.go()
     await caller.handed_off()
 
@@ -137,7 +135,7 @@ async def no_hand_off_without_first_token(p: PrefillHand) -> None:
     caller = p.call(p.request(), d)
     await d.first_token.came("the first token")
     await d.kv.end.came("end")
-    await caller.no_hand_off(QUIET_S, "D has not taken the first token")
+    await caller.no_hand_off(quiet_s(), "D has not taken the first token")
     d.go()
     await caller.handed_off()
 
@@ -180,7 +178,7 @@ async def states_of_an_ended_transfer(p: PrefillHand) -> None:
 async def states_of_a_later_version(p: PrefillHand) -> None:
     """D answers the first token with a state of a later version, or with none."""
     d = await p.decode()
-    for state in (77, types_pb2.TRANSFER_STATE_UNSPECIFIED):
+    for state in (UNKNOWN_VALUE, types_pb2.TRANSFER_STATE_UNSPECIFIED):
         d.first_token.answer["state"] = state
         await _no_hand_off(p, d, f"D answered state {state}")
 
@@ -202,7 +200,7 @@ async def queued_comes_first(p: PrefillHand) -> None:
 async def progress_rises_to_the_whole(p: PrefillHand) -> None:
     """Progress rises from event to event, up to all tokens of prompt and output so far."""
     d = await p.decode()
-    request = p.request(p.block_size * 14, generated=[400, 401, 402])
+    request = p.request(p.blocks(14), generated=p.tokens(3))
     caller = p.call(request, d)
     await caller.handed_off()
     computed = [e.progress.computed_tokens for e in caller.events if e.HasField("progress")]
@@ -213,12 +211,11 @@ async def progress_rises_to_the_whole(p: PrefillHand) -> None:
 
 @case(422, "D has it. The last message.")
 async def handed_off_comes_last(p: PrefillHand) -> None:
-    """The last event is handed_off, which comes once, after progress; then the call ends with
-    OK."""
+    """The last event is handed_off, which comes once; then the call ends with OK."""
     d = await p.decode()
     caller = p.call(p.request(), d)
     await caller.handed_off()
-    expect_equal(caller.kinds[-2:], ["progress", "handed_off"], "the last events")
+    expect_equal(caller.kinds[-1], "handed_off", "the last event")
     expect_equal(caller.kinds.count("handed_off"), 1, "the number of handed_off")
 
 
@@ -234,7 +231,7 @@ async def handed_off_names_the_decode(p: PrefillHand) -> None:
 async def usage_as_of_the_first_token(p: PrefillHand) -> None:
     """Output so far counts as output: three tokens and the first one are four."""
     d = await p.decode()
-    request = p.request(generated=[400, 401, 402])
+    request = p.request(generated=p.tokens(3))
     usage = (await p.call(request, d).handed_off()).usage
     expect_equal(usage.prompt_tokens, len(request.prompt), "prompt_tokens")
     expect_equal(usage.completion_tokens, 4, "completion_tokens")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pd_grpc.conformance.case import answer_s, expect, expect_equal
+from pd_grpc.conformance.case import answer_s, expect, expect_equal, quiet_s
 from pd_grpc.conformance.prefill.cases.registry import PREFILL_CASES as case
 from pd_grpc.conformance.prefill.decode import CONNECTION_LOST, KitTimes
 from pd_grpc.conformance.prefill.grant import expect_kv
@@ -11,9 +11,6 @@ from pd_grpc.conformance.prefill.subject import PrefillHand
 from pd_grpc.protocol.faults import Code, Fault, Reason, bad_request
 from pd_grpc.protocol.sampling import FieldError
 from pd_grpc.v1 import layout_pb2, transfer_pb2
-
-QUIET_S = 0.15
-"""How long a P that may send nothing more is watched."""
 
 
 @case(301, "First message, exactly once.")
@@ -40,7 +37,7 @@ async def nothing_before_opened(p: PrefillHand) -> None:
     d.kv.open.hold()
     caller = p.call(p.request(), d)
     await d.kv.open.came("open")
-    await caller.no_hand_off(QUIET_S, "the shard has not answered open")
+    await caller.no_hand_off(quiet_s(), "the shard has not answered open")
     expect(not d.streams[0].chunks, "no chunk before opened", len(d.streams[0].chunks))
     d.go()
     await caller.handed_off()
@@ -50,7 +47,7 @@ async def nothing_before_opened(p: PrefillHand) -> None:
 async def checksums_are_right(p: PrefillHand) -> None:
     """Every chunk of a prompt of five blocks carries the CRC-32C of its payload."""
     d = await p.decode()
-    request = p.request(p.block_size * 5)
+    request = p.request(p.blocks(5))
     await p.call(request, d).handed_off()
     expect((await d.granted(request.ref)).complete, "all KV, verified", "some")
 
@@ -65,11 +62,11 @@ async def bytes_are_canonical(p: PrefillHand) -> None:
     """Every byte of the KV of five and a half blocks stands where the layout has it, by the sim's
     rule where P follows it; D's first block is enough to tell one prompt from another."""
     d = await p.decode()
-    request = p.request(p.block_size * 11 // 2)
+    request = p.request(p.blocks(5.5))
     await p.call(request, d).handed_off()
     grant = await d.granted(request.ref)
     expect_kv(grant, p.rule, request.tokens)
-    other = p.request(p.block_size * 11 // 2)
+    other = p.request(p.blocks(5.5))
     await p.call(other, d).handed_off()
     expect((await d.granted(other.ref)).kv != grant.kv, "another KV for another prompt", "the same")
 
@@ -79,7 +76,7 @@ async def only_what_is_wanted(p: PrefillHand) -> None:
     """D holds blocks 0, 1 and 3 of five and a half already; the three others come, and no more."""
     d = await p.decode()
     d.cached_blocks = {0, 1, 3}
-    request = p.request(p.block_size * 11 // 2)
+    request = p.request(p.blocks(5.5))
     await p.call(request, d).handed_off()
     grant = await d.granted(request.ref)
     expect_equal(grant.wanted, {2, 4, 5}, "the wanted blocks")
@@ -103,7 +100,7 @@ async def sums_are_of_the_stream(p: PrefillHand) -> None:
     """The sums of end are those of what came, on a stream that was opened again too."""
     d = await p.decode()
     d.kv.chunk.refuse(None, CONNECTION_LOST)
-    await p.call(p.request(p.block_size * 8), d).handed_off()
+    await p.call(p.request(p.blocks(8)), d).handed_off()
     for stream in d.streams:
         if stream.end is not None:
             expect_equal(stream.end.chunks, len(stream.chunks), "end.chunks")
@@ -123,9 +120,9 @@ async def the_window_is_kept(p: PrefillHand) -> None:
         d = await p.decode()
         d.kv.window_bytes = window
         d.kv.chunk.hold()
-        caller = p.call(p.request(p.block_size * 10), d)
+        caller = p.call(p.request(p.blocks(10)), d)
         await d.kv.chunk.came("a chunk")
-        await caller.no_hand_off(QUIET_S, "D has acknowledged nothing")
+        await caller.no_hand_off(quiet_s(), "D has acknowledged nothing")
         d.go()
         await caller.handed_off()
         (stream,) = d.transfers(1)
@@ -139,7 +136,7 @@ async def a_lost_stream_is_opened_again(p: PrefillHand) -> None:
     d = await p.decode()
     d.kv.window_bytes = 0
     d.kv.chunk.refuse(None, CONNECTION_LOST)
-    request = p.request(p.block_size * 8)
+    request = p.request(p.blocks(8))
     await p.call(request, d).handed_off()
     first, second = d.transfers(2)
     expect_equal(second.open.grant_id, first.open.grant_id, "the grant_id of the second open")

@@ -2,29 +2,24 @@
 
 from __future__ import annotations
 
-from pd_grpc.conformance.case import expect, expect_equal
+from pd_grpc.conformance.calls import check_feature
+from pd_grpc.conformance.case import NotApplicable, expect, expect_equal
+from pd_grpc.conformance.later import UNKNOWN_VALUE, later, with_unknown
 from pd_grpc.conformance.prefill.cases.registry import PREFILL_CASES as case
 from pd_grpc.conformance.prefill.grant import expect_kv
-from pd_grpc.conformance.prefill.subject import PrefillHand
+from pd_grpc.conformance.prefill.subject import MAX_NEW_TOKENS, PrefillHand
 from pd_grpc.protocol.faults import Fault, Reason
 from pd_grpc.v1 import layout_pb2, sampling_pb2
-
-LATER_FIELD = b"\xfa\x7f\x03abc"
-"""Field 2047, a string, which no message has."""
 
 A_MILLION = 1_000_000
 
 
 @case(801, "A server ignores fields that it does not know;")
 async def unknown_fields_of_the_caller(p: PrefillHand) -> None:
-    """A request with fields of a later version, in it and in its ref and sampling, is handed
-    over."""
+    """A request with fields of a later version, in it and in all within, is handed over."""
     d = await p.decode()
     request = p.request()
-    message = request.prefill(d.endpoint)
-    for part in (message, message.ref, message.sampling, message.decodes[0]):
-        part.MergeFromString(LATER_FIELD)
-    await p.call_with(message).handed_off()
+    await p.call_with(later(request.prefill(d.endpoint))).handed_off()
     p.check_first_token(request, d)
 
 
@@ -36,7 +31,7 @@ async def unknown_fields_of_the_caller(p: PrefillHand) -> None:
 async def unknown_fields_of_d(p: PrefillHand) -> None:
     """A D whose every answer has fields of a later version gets the request all the same."""
     d = await p.decode()
-    d.later_fields = LATER_FIELD
+    d.is_later = True
     request = p.request()
     await p.call(request, d).handed_off()
     expect_kv(await d.granted(request.ref), p.rule, request.tokens)
@@ -49,18 +44,16 @@ async def unknown_fields_of_d(p: PrefillHand) -> None:
 )
 async def an_unknown_direction(p: PrefillHand) -> None:
     """A direction of a later version is refused by name."""
-    scope = sampling_pb2.RequestScope.FromString(b"\x48\x4d")
-    expect_equal(int(scope.direction), 77, "the direction made")
+    scope = with_unknown(sampling_pb2.RequestScope(), "direction")
     fault = await p.refused(p.request(), Reason.FEATURE, "an unknown direction", scope=scope)
-    named = fault.metadata.get("feature", "")
-    expect(named.endswith("direction"), "the feature direction", named or "none")
+    check_feature(fault, "scope.direction")
 
 
 @case(804, "The transport chosen, one of Hello's.")
 async def a_transport_that_was_not_offered(p: PrefillHand) -> None:
     """D chooses a transport that Hello did not offer, or one of a later version: P has nothing to
     do with it, and the caller hears LAYOUT_MISMATCH."""
-    for transport in (layout_pb2.TRANSPORT_NIXL, 77):
+    for transport in (layout_pb2.TRANSPORT_NIXL, UNKNOWN_VALUE):
         d = await p.decode()
         d.hello.answer["transport"] = transport
         caller = p.call(p.request(), d)
@@ -87,8 +80,7 @@ async def a_million_tokens(p: PrefillHand) -> None:
     not by the transport."""
     d = await p.decode()
     d.hello.hold()
-    token = p.subject.info.vocab_size - 1
-    caller = p.call(p.request(prompt=[token] * A_MILLION), d)
+    caller = p.call(p.request(prompt=p.tokens(1) * A_MILLION), d)
     event = await caller.stream.next("queued or a refusal")
     if event is not None:
         expect(event.HasField("queued"), "queued as the first event", event)
@@ -103,15 +95,13 @@ async def a_million_tokens(p: PrefillHand) -> None:
 async def a_prompt_larger_than_the_pool(p: PrefillHand) -> None:
     """A prompt of one block more than P has is refused with needed and total; one that fills the
     pool is handed over."""
-    blocks = p.total_blocks
-    if blocks * p.block_size >= p.subject.info.max_model_len - p.block_size:
-        await p.call(p.request(p.subject.info.max_model_len - 8), await p.decode()).handed_off()
-        return
-    request = p.request(blocks * p.block_size + 1)
-    fault = await p.refused(request, Reason.TOO_LARGE, "it could never be computed")
+    pool, longest = p.total_blocks * p.block_size, p.subject.max_model_len - MAX_NEW_TOKENS
+    if pool >= longest:
+        raise NotApplicable(f"a prompt of {longest} tokens, the longest, fits into P's pool")
+    fault = await p.refused(p.request(pool + 1), Reason.TOO_LARGE, "it could never be computed")
     expect({"needed", "total"} <= fault.metadata.keys(), "needed and total", fault.metadata)
     d = await p.decode()
-    whole = p.request(blocks * p.block_size)
+    whole = p.request(pool)
     await p.call(whole, d).handed_off()
     expect_kv(await d.granted(whole.ref), p.rule, whole.tokens)
 
@@ -122,11 +112,11 @@ async def a_prompt_larger_than_the_pool(p: PrefillHand) -> None:
 )
 async def longer_than_d_takes(p: PrefillHand) -> None:
     """Welcome says how long a prompt with its output may be: one that is just so long is handed
-    over, one with a token more fails with TOO_LARGE, whoever of P and D says so."""
+    over, one with a token more fails with TOO_LARGE, whether P says so or D, which goes by what
+    Allocate asks for."""
     d = await p.decode()
     request = p.request()
     d.hello.answer["max_model_len"] = len(request.prompt) + request.sampling.max_tokens
     await p.call(request, d).handed_off()
     longer = p.request(len(request.prompt) + 1)
-    d.allocate.refuse(Fault(Reason.TOO_LARGE, "longer than D takes", {"needed": "1", "total": "0"}))
     await p.call(longer, d).fails(Reason.TOO_LARGE, "longer than D takes")

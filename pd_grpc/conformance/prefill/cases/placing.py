@@ -11,9 +11,12 @@ from pd_grpc.conformance.case import answer_s, expect, expect_equal
 from pd_grpc.conformance.prefill.cases.registry import PREFILL_CASES as case
 from pd_grpc.conformance.prefill.decode import CONNECTION_LOST, KitTimes
 from pd_grpc.conformance.prefill.subject import PrefillHand
-from pd_grpc.protocol.faults import STATUS_TABLE, Code, Fault, Quota, Reason, TransportFault
+from pd_grpc.protocol.faults import Code, Fault, Quota, Reason, TransportFault
 from pd_grpc.protocol.messages import duration
 from pd_grpc.v1 import decode_pb2, prefill_pb2
+
+MOST_WAITING = 64
+"""Requests that wait for one D to fill P's pool, if P held their blocks."""
 
 NO_BLOCKS = Fault(Reason.NO_BLOCKS, "no blocks", retry_after_s=0.1, quota=Quota(3, 1))
 
@@ -49,7 +52,7 @@ NEXT_ONE = (
 )
 
 
-@case(210, "a refusal or failure of D's as D gave it.")
+@case(210, "with the fault's status otherwise, a refusal or failure of D's as D gave it.")
 async def refusals_reach_the_caller(p: PrefillHand) -> None:
     """Each refusal of Allocate reaches a caller that named one D, with its code and reason."""
     for refusal in TURNED_AWAY + TURNED_DOWN:
@@ -172,7 +175,11 @@ def _of_a_later_version(code: Code) -> status_pb2.Status:
     return status
 
 
-@case(220, "with DECODE_LOST when D is lost before the hand-off.")
+@case(
+    220,
+    "UNAVAILABLE with DRAINING while P drains, with ENGINE_STUCK or SENDER_STUCK while it"
+    " makes no progress, with DECODE_LOST when D is lost before the hand-off.",
+)
 async def nobody_listens(p: PrefillHand) -> None:
     """Nobody listens at D's address: the caller hears DECODE_LOST at once, and with an alternate
     the request is handed over there."""
@@ -201,7 +208,7 @@ async def a_decode_that_drains(p: PrefillHand) -> None:
     expect_equal(len(first.allocate.seen), 1, "the Allocates at the D that drains")
 
 
-@case(222, STATUS_TABLE[Reason.WRONG_INSTANCE].when)
+@case(222, "another instance listens at the address")
 async def another_name_at_the_address(p: PrefillHand) -> None:
     """D is not the instance that the request means: the caller hears WRONG_INSTANCE, and with an
     alternate the request is handed over there."""
@@ -213,7 +220,7 @@ async def another_name_at_the_address(p: PrefillHand) -> None:
     expect_equal(d.allocate.seen, [], "the Allocates at the first D")
 
 
-@case(223, STATUS_TABLE[Reason.LAYOUT_MISMATCH].when)
+@case(223, "model, layout, transport or ranks differ")
 async def a_layout_that_does_not_fit(p: PrefillHand) -> None:
     """D refuses Hello with LAYOUT_MISMATCH: the caller hears it with the field and both values."""
     d = await p.decode()
@@ -278,12 +285,12 @@ async def a_silent_decode_delays_no_other(p: PrefillHand) -> None:
 
 @case(226, "A request that waits for D holds no block of P's.")
 async def waiting_holds_no_block(p: PrefillHand) -> None:
-    """Requests of half of P's pool each wait for a D that grants nothing; one of nearly the whole
-    pool is handed over to another D."""
-    half = p.total_blocks * p.block_size // 2
+    """Requests that would fill P's pool wait for a D that grants nothing; one more of their size is
+    handed over to another D."""
+    number, tokens = p.filling(MOST_WAITING)
     silent, quick = await p.decode(), await p.decode()
     silent.allocate.hold()
-    for _ in range(3):
-        p.call(p.request(half), silent)
-    await silent.allocate.came("three Allocates", 3)
-    await p.call(p.request(2 * half - p.block_size), quick).handed_off()
+    for _ in range(number):
+        p.call(p.request(tokens), silent)
+    await silent.allocate.came(f"{number} Allocates", number)
+    await p.call(p.request(tokens), quick).handed_off()

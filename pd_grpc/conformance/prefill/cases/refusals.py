@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
+from pd_grpc.conformance.calls import check_feature
 from pd_grpc.conformance.case import expect, expect_equal
 from pd_grpc.conformance.prefill.cases.registry import PREFILL_CASES as case
 from pd_grpc.conformance.prefill.subject import PrefillHand
-from pd_grpc.protocol.faults import STATUS_TABLE, Fault, Reason
+from pd_grpc.conformance.sampling_values import (
+    SAMPLING_OFF,
+    SCOPE_OFF,
+    all_beyond_bounds,
+    beyond_bounds,
+    reserved_sampling,
+    reserved_scopes,
+    sampling_with,
+)
+from pd_grpc.protocol.faults import Reason
 from pd_grpc.v1 import prefill_pb2, sampling_pb2
 
 MAX_NAME = 128
@@ -23,7 +33,7 @@ async def an_empty_prompt(p: PrefillHand) -> None:
 async def a_token_outside_the_vocabulary(p: PrefillHand) -> None:
     """A token id of the vocabulary's size is refused, in the prompt and in the output so far; the
     one below it is taken."""
-    size = p.subject.info.vocab_size
+    size = p.subject.vocab_size
     fault = await p.refused(p.request(prompt=[5, size]), Reason.BAD_REQUEST, "a token too great")
     _names(fault.fields[0].field if fault.fields else "", "token_ids")
     continued = p.request(generated=[size])
@@ -94,28 +104,21 @@ async def a_bad_endpoint(p: PrefillHand) -> None:
 )
 async def reserved_sampling_fields(p: PrefillHand) -> None:
     """Each reserved field of sampling is refused by name, and its neutral value is taken."""
-    for name, use in _RESERVED_SAMPLING.items():
-        request = p.request()
-        use(request.sampling)
-        fault = await p.refused(request, Reason.FEATURE, f"sampling.{name} is reserved")
-        _feature(fault, name)
-    neutral = p.request()
-    neutral.sampling.MergeFrom(
-        sampling_pb2.SamplingParams(min_p=0, repetition_penalty=1, n=1, prompt_logprobs=False)
-    )
+    for path, sampling in reserved_sampling():
+        request = p.request(sampling=sampling)
+        check_feature(await p.refused(request, Reason.FEATURE, f"{path} is reserved"), path)
     d = await p.decode()
+    neutral = p.request(sampling=sampling_with(**SAMPLING_OFF))
     await p.call(neutral, d).handed_off()
 
 
 @case(709, "All of it is reserved in v1.")
 async def reserved_scope_fields(p: PrefillHand) -> None:
     """Each field of scope is refused by name, and its neutral value is taken."""
-    for name, scope in _RESERVED_SCOPE.items():
-        fault = await p.refused(p.request(), Reason.FEATURE, f"scope.{name}", scope=scope)
-        _feature(fault, name)
-    neutral = sampling_pb2.RequestScope(siblings=1, direction=sampling_pb2.DIRECTION_PUSH)
+    for path, scope in reserved_scopes():
+        check_feature(await p.refused(p.request(), Reason.FEATURE, path, scope=scope), path)
     d = await p.decode()
-    await p.call(p.request(), d, scope=neutral).handed_off()
+    await p.call(p.request(), d, scope=SCOPE_OFF).handed_off()
 
 
 @case(710, "Name of the P that is meant; another P refuses with WRONG_INSTANCE.")
@@ -130,17 +133,17 @@ async def another_prefill_is_meant(p: PrefillHand) -> None:
     await p.call(p.request(), d, prefill_name=name).handed_off()
 
 
-@case(711, STATUS_TABLE[Reason.BAD_REQUEST].when)
+@case(711, "the prompt is longer than the model")
 async def a_prompt_longer_than_the_model(p: PrefillHand) -> None:
     """A prompt of one token more than the model takes is refused with a violation of token_ids."""
-    request = p.request(p.subject.info.max_model_len + 1)
+    request = p.request(p.subject.max_model_len + 1)
     await p.refused(request, Reason.BAD_REQUEST, "longer than the model", "token_ids")
 
 
 @case(712, "Output the client has already, fewer tokens than max_tokens.")
 async def as_much_output_as_may_be(p: PrefillHand) -> None:
     """As many generated tokens as max_tokens leave none to generate, and are refused."""
-    request = p.request(generated=[400] * 8)
+    request = p.request(generated=p.tokens(8))
     await p.refused(request, Reason.BAD_REQUEST, "no token is left", "generated_token_ids")
 
 
@@ -161,16 +164,14 @@ async def a_long_request_id(p: PrefillHand) -> None:
 )
 async def every_violation_is_named(p: PrefillHand) -> None:
     """Sampling fields out of their bounds, each alone and all at once, are named by their paths."""
-    for name, use in _OUT_OF_BOUNDS.items():
-        request = p.request()
-        use(request.sampling)
+    for name, sampling in beyond_bounds(p.subject.info.features):
+        request = p.request(sampling=sampling)
         await p.refused(request, Reason.BAD_REQUEST, f"a bad {name}", f"sampling.{name}")
-    request = p.request(attempt=0)
-    for use in _OUT_OF_BOUNDS.values():
-        use(request.sampling)
+    names, sampling = all_beyond_bounds()
+    request = p.request(attempt=0, sampling=sampling)
     fault = await p.refused(request, Reason.BAD_REQUEST, "many at once", "ref.attempt")
     named = {violation.field for violation in fault.fields}
-    missing = {f"sampling.{name}" for name in _OUT_OF_BOUNDS} - named
+    missing = {f"sampling.{name}" for name in names} - named
     expect(not missing, "a violation for each field that is wrong", f"none for {missing}")
 
 
@@ -187,7 +188,7 @@ async def logprobs_that_were_not_negotiated(p: PrefillHand) -> None:
     request = p.request()
     request.sampling.logprobs = 1
     fault = await p.call(request, d).fails(Reason.FEATURE, "logprobs were not negotiated")
-    _feature(fault, "logprobs")
+    check_feature(fault, "sampling.logprobs")
     expect_equal(d.allocate.seen, [], "the Allocates")
 
 
@@ -272,46 +273,5 @@ def _names(field: str, wanted: str) -> None:
     expect(field.startswith(wanted), f"a violation of {wanted}", field)
 
 
-def _feature(fault: Fault, name: str) -> None:
-    named = fault.metadata.get("feature", "")
-    expect(named.split(".")[-1] == name, f"the feature {name}", named or "none")
-
-
 def _both_attempts(metadata: Mapping[str, str], attempt: str, newest: str) -> None:
     expect_equal(dict(metadata), {"attempt": attempt, "newest": newest}, "the metadata")
-
-
-Use = Callable[[sampling_pb2.SamplingParams], object]
-
-_RESERVED_SAMPLING: dict[str, Use] = {
-    "min_p": lambda s: setattr(s, "min_p", 0.1),
-    "presence_penalty": lambda s: setattr(s, "presence_penalty", 0.5),
-    "frequency_penalty": lambda s: setattr(s, "frequency_penalty", -0.5),
-    "repetition_penalty": lambda s: setattr(s, "repetition_penalty", 1.1),
-    "logit_bias": lambda s: s.logit_bias.update({5: 1.0}),
-    "n": lambda s: setattr(s, "n", 2),
-    "prompt_logprobs": lambda s: setattr(s, "prompt_logprobs", True),
-    "structured_output": lambda s: setattr(s.structured_output, "regex", "a+"),
-}
-
-_RESERVED_SCOPE = {
-    "model": sampling_pb2.RequestScope(model="m"),
-    "adapter": sampling_pb2.RequestScope(adapter="a"),
-    "cache_salt": sampling_pb2.RequestScope(cache_salt=b"s"),
-    "media_hashes": sampling_pb2.RequestScope(media_hashes=[bytes(32)]),
-    "tenant": sampling_pb2.RequestScope(tenant="t"),
-    "priority": sampling_pb2.RequestScope(priority=-1),
-    "siblings": sampling_pb2.RequestScope(siblings=2),
-    "draft_token_ids": sampling_pb2.RequestScope(draft_token_ids=[1]),
-    "direction": sampling_pb2.RequestScope(direction=sampling_pb2.DIRECTION_PULL),
-}
-
-_OUT_OF_BOUNDS: dict[str, Use] = {
-    "max_tokens": lambda s: setattr(s, "max_tokens", -1),
-    "min_tokens": lambda s: setattr(s, "min_tokens", -1),
-    "temperature": lambda s: setattr(s, "temperature", 100.5),
-    "top_p": lambda s: setattr(s, "top_p", 0.0),
-    "top_k": lambda s: setattr(s, "top_k", -1),
-    "stop": lambda s: s.stop.extend(["x"] * 17),
-    "stop_token_ids": lambda s: s.stop_token_ids.extend([5] * 65),
-}

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 
+from pd_grpc.conformance.calls import check_feature
 from pd_grpc.conformance.case import answer_s, expect, expect_equal
 from pd_grpc.conformance.channels import new_epoch
+from pd_grpc.conformance.later import later
 from pd_grpc.conformance.prefill.cases.registry import PREFILL_CASES as case
 from pd_grpc.conformance.prefill.decode import CONNECTION_LOST, KitTimes
 from pd_grpc.conformance.prefill.subject import PrefillHand
@@ -256,7 +258,7 @@ async def a_welcome_with_a_reserved_feature(p: PrefillHand) -> None:
     d = await p.decode()
     d.hello.answer["first_token_by_decode"] = True
     fault = await p.call(p.request(), d).fails(Reason.FEATURE, "a reserved feature")
-    expect_equal(fault.metadata.get("feature"), "first_token_by_decode", "the feature")
+    check_feature(fault, "welcome.first_token_by_decode")
     expect_equal(d.allocate.seen, [], "the Allocates")
 
 
@@ -288,7 +290,7 @@ async def unknown_session_messages(p: PrefillHand) -> None:
     request = p.request()
     caller = p.call(request, d)
     await d.granted(request.ref)
-    d.session.say_message(decode_pb2.SessionResponse.FromString(b"\xfa\x7f\x03abc"))
+    d.session.say_message(later(decode_pb2.SessionResponse()))
     beats = len(d.session.heartbeats)
     await d.session.heartbeat("two more heartbeats", beats + 2)
     d.go()
