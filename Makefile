@@ -95,12 +95,18 @@ $(PROTOC_STAMP): Makefile
 
 protoc: $(PROTOC_STAMP)
 
+# Into a folder beside the old code, which is replaced file by file once all of it is there: whoever
+# imports it meanwhile, or after a proto that does not compile, finds it whole.
 protos: protoc
-	mkdir -p $(GENERATED)
-	rm -f $(GENERATED)/pd_grpc/v1/*_pb2*.py*
+	@mkdir -p $(GENERATED)/pd_grpc/v1
+	set -e; new=$$(mktemp -d $(GENERATED)/.protos-XXXXXX); trap 'rm -rf "$$new"' EXIT; \
 	$(PROTOC_VENV)/bin/python -m grpc_tools.protoc --proto_path=protos \
 		--proto_path="$$($(PROTOC_VENV)/bin/python -c 'import sysconfig as s; print(s.get_path("purelib"))')" \
-		--python_out=$(GENERATED) --pyi_out=$(GENERATED) --grpc_python_out=$(GENERATED) $(PROTOS)
+		--python_out="$$new" --pyi_out="$$new" --grpc_python_out="$$new" $(PROTOS); \
+	for old in $(GENERATED)/pd_grpc/v1/*_pb2*.py*; do \
+		test -e "$$new/pd_grpc/v1/$${old##*/}" || rm -f "$$old"; \
+	done; \
+	mv -f "$$new"/pd_grpc/v1/* $(GENERATED)/pd_grpc/v1/
 
 $(BUILD)/protos.binpb: $(PROTOS) $(STAMP) buf.yaml
 	mkdir -p $(@D)

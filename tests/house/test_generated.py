@@ -32,14 +32,19 @@ def generated(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in files}
 
 
-@pytest.mark.timeout(300)  # the first run installs the generator
-def test_the_committed_code_is_what_the_protos_generate(tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def generator() -> None:
+    """Skips where the generator is not to be had."""
     if shutil.which("make") is None:
         pytest.skip("make is not installed")
     installed = make("protoc")
     if installed.returncode != 0:
         pytest.skip(f"the generator cannot be installed: {installed.stderr.strip()[-300:]}")
 
+
+@pytest.mark.timeout(300)  # the first run installs the generator
+@pytest.mark.usefixtures("generator")
+def test_the_committed_code_is_what_the_protos_generate(tmp_path: Path) -> None:
     made = make("protos", f"GENERATED={tmp_path}")
 
     assert made.returncode == 0, made.stderr
@@ -47,3 +52,37 @@ def test_the_committed_code_is_what_the_protos_generate(tmp_path: Path) -> None:
     assert fresh, "the protos generate nothing"
     stale = {name for name in fresh | committed if fresh.get(name) != committed.get(name)}
     assert not stale, f"run `make protos` and commit: {', '.join(sorted(stale))}"
+
+
+@pytest.fixture
+def old_code(tmp_path: Path) -> Path:
+    """A folder with generated code of before, of which one proto is gone."""
+    code = tmp_path / "pd_grpc" / "v1"
+    code.mkdir(parents=True)
+    for name in ("types_pb2.py", "gone_pb2.py", "gone_pb2.pyi", "gone_pb2_grpc.py"):
+        (code / name).write_text("before", encoding="utf-8")
+    return tmp_path
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.usefixtures("generator")
+def test_the_code_of_a_proto_that_is_gone_goes_too(old_code: Path) -> None:
+    made = make("protos", f"GENERATED={old_code}")
+
+    assert made.returncode == 0, made.stderr
+    fresh = generated(old_code)
+    assert not [name for name in fresh if name.startswith("gone")]
+    assert fresh["types_pb2.py"] != b"before"
+    assert [path.name for path in old_code.iterdir()] == ["pd_grpc"], "nothing is left lying"
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.usefixtures("generator")
+def test_a_proto_that_does_not_compile_leaves_the_code_as_it_was(old_code: Path) -> None:
+    before = generated(old_code)
+
+    made = make("protos", f"GENERATED={old_code}", "PROTOS=protos/pd_grpc/v1/no_such.proto")
+
+    assert made.returncode != 0
+    assert generated(old_code) == before
+    assert [path.name for path in old_code.iterdir()] == ["pd_grpc"], "nothing is left lying"
