@@ -150,5 +150,7 @@ format: $(STAMP)
 	$(BIN)/buf format --write protos
 
 clean:
-	rm -rf $(BUILD) $(VENV) $(PROTOC_VENV) *.egg-info .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(BUILD) dist $(VENV) $(PROTOC_VENV) *.egg-info
+	rm -rf .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf examples/node/node_modules
 	find pd_grpc servers tests -name __pycache__ -prune -exec rm -rf {} +
