@@ -198,7 +198,8 @@ class DecodeServiceServicer(object):
         ended without an answer of D's (deadline, cancel, lost connection). Idempotent: for a transfer
         that has ended it answers the recorded state with OK. For an unknown ref it leaves a tombstone,
         so that an Allocate it overtook is refused. After hand-off it changes nothing and answers the
-        state.
+        state. However a transfer ends, its blocks can be granted again once the shards can no longer
+        write to them.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

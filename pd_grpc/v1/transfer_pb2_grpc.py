@@ -51,8 +51,9 @@ class TransferServiceServicer(object):
         of chunks in any order, and end; D answers opened, acks as ranges are verified, and completed.
         D acknowledges a range only when it is written and verified. Only end completes a stream, for a
         killed peer, a cancel and a half-close look the same to a reader: a stream that stops without
-        it may be reopened while the grant lives, and opened then lists what D has. A shard with
-        nothing to send still opens and ends. A grant the shard has not heard of yet is waited for, for
+        it may be reopened while the grant lives, and opened then lists what D has. A half-close without
+        end ends the call with OK, after the acks that are on their way. A shard with nothing to send
+        still opens and ends. A grant the shard has not heard of yet is waited for, for
         Welcome.kv_progress; RESOURCE_EXHAUSTED with QUEUE_FULL when too many are. P opens a stream
         that was lost again, and sends only what opened does not list. Grants are received side by
         side, each on a stream of its own.
