@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from pd_grpc.conformance.later import UNKNOWN_VALUE
 from pd_grpc.protocol.faults import Reason
 from tests.compat import scenes
 from tests.compat.scenes import Play
@@ -248,14 +249,24 @@ ZERO_IS_A_VALUE = {
 """Fields without a trace of having been left out: what is then meant."""
 
 FUTURE = [
-    *refused(scenes.plain, Reason.LAYOUT_MISMATCH, "Hello.transports", named="77"),
+    *refused(scenes.plain, Reason.LAYOUT_MISMATCH, "Hello.transports", named=str(UNKNOWN_VALUE)),
     *refused(scenes.plain, Reason.WRONG_STATE, "Instance.role", named="hello.instance.role"),
-    *refused(scenes.plain, Reason.FEATURE, "KvGroup.kind", "Plane.kind", named="77"),
-    *refused(scenes.plain, Reason.LAYOUT_MISMATCH, "Welcome.transport", named="77"),
-    *refused(scenes.plain, Reason.FEATURE, "TransferOpen.transport", named="77"),
-    *refused(scenes.plain, Reason.WRONG_STATE, "AllocateResponse.transport", named="77"),
-    *refused(scenes.plain, Reason.WRONG_STATE, "FirstToken.finish_reason", named="77"),
-    Case("SendFirstTokenResponse.state", scenes.one_token, Reason.WRONG_STATE, RIGHT, "state 77"),
+    *refused(scenes.plain, Reason.FEATURE, "KvGroup.kind", "Plane.kind", named=str(UNKNOWN_VALUE)),
+    *refused(scenes.plain, Reason.LAYOUT_MISMATCH, "Welcome.transport", named=str(UNKNOWN_VALUE)),
+    *refused(scenes.plain, Reason.FEATURE, "TransferOpen.transport", named=str(UNKNOWN_VALUE)),
+    *refused(
+        scenes.plain, Reason.WRONG_STATE, "AllocateResponse.transport", named=str(UNKNOWN_VALUE)
+    ),
+    *refused(
+        scenes.plain, Reason.WRONG_STATE, "FirstToken.finish_reason", named=str(UNKNOWN_VALUE)
+    ),
+    Case(
+        "SendFirstTokenResponse.state",
+        scenes.one_token,
+        Reason.WRONG_STATE,
+        RIGHT,
+        f"state {UNKNOWN_VALUE}",
+    ),
     replace(_GONE, field="TransferEnded.state"),
     replace(_LEAVES, field="ReleaseResponse.state"),
 ]

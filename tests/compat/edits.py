@@ -7,12 +7,8 @@ from collections.abc import Iterable, Iterator
 from google.protobuf.descriptor import Descriptor, FieldDescriptor, ServiceDescriptor
 from google.protobuf.message import Message
 
+from pd_grpc.conformance.later import UNKNOWN_FIELD, UNKNOWN_VALUE
 from tests.compat.middleman import walk
-
-FUTURE_VALUE = 77
-"""No enum of the protocol has it."""
-# Field 9000 with the number 1, and field 9001 with six bytes.
-_UNKNOWN = bytes.fromhex("c0b20401") + bytes.fromhex("cab20406") + b"future"
 
 
 def messages_of(*services: ServiceDescriptor) -> dict[str, Descriptor]:
@@ -67,9 +63,9 @@ class FutureValue(Strip):
         for inner in self._of_kind(walk(message)):
             self.met += 1
             if inner.DESCRIPTOR.fields_by_name[self._field].is_repeated:
-                getattr(inner, self._field)[:] = [FUTURE_VALUE]
+                getattr(inner, self._field)[:] = [UNKNOWN_VALUE]
             else:
-                setattr(inner, self._field, FUTURE_VALUE)
+                setattr(inner, self._field, UNKNOWN_VALUE)
 
 
 class FutureValueWhereSet(FutureValue):
@@ -94,4 +90,4 @@ class AddUnknown:
             kind = inner.DESCRIPTOR.name
             self.met.add(kind)
             self.fields |= {f"{kind}.{field.name}" for field, _ in inner.ListFields()}
-            inner.MergeFromString(_UNKNOWN)
+            inner.MergeFromString(UNKNOWN_FIELD)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import pytest
 
+from pd_grpc.conformance.later import UNKNOWN_VALUE
 from pd_grpc.protocol.faults import Fault, Reason
 from pd_grpc.v1 import inference_pb2, prefill_pb2
 from tests.compat import routed
@@ -192,7 +193,7 @@ async def test_an_end_of_which_the_reason_is_not_known_yet_is_an_end() -> None:
     answer = await routed.plain(future)
     assert future.met == 1
     assert answer.fault is None and answer.tokens == answer.meant()
-    assert answer.last.finish_reason == 77
+    assert answer.last.finish_reason == UNKNOWN_VALUE
 
 
 @pytest.mark.parametrize(

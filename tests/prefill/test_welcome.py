@@ -61,7 +61,7 @@ def test_a_d_that_asks_for_what_is_reserved_is_turned_down(world: World, feature
     assert world.emitted(call) == ["queued", "placing"]
     world.connect(D2, **{feature: True})
     fault = world.fault(call)
-    assert (fault.reason, fault.metadata["feature"]) == (Reason.FEATURE, feature)
+    assert (fault.reason, fault.metadata["feature"]) == (Reason.FEATURE, f"welcome.{feature}")
 
 
 @pytest.mark.parametrize(

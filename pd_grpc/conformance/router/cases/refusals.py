@@ -4,55 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
-from pd_grpc.conformance.calls import check_field, check_metadata
-from pd_grpc.conformance.case import expect_equal
+from pd_grpc.conformance.calls import check_feature, check_field, check_metadata
+from pd_grpc.conformance.later import with_unknown
 from pd_grpc.conformance.router.cases.registry import ROUTER_CASES as case
 from pd_grpc.conformance.router.subject import RouterHand
+from pd_grpc.conformance.sampling_values import beyond_bounds, reserved_sampling, reserved_scopes
 from pd_grpc.protocol.faults import Reason
 from pd_grpc.v1 import inference_pb2, sampling_pb2
 
 ANSWER = [901, 902, 903]
-
-_OUT_OF_BOUNDS: list[tuple[str, dict[str, Any]]] = [
-    ("max_tokens", {"max_tokens": -1}),
-    ("min_tokens", {"min_tokens": -1}),
-    ("min_tokens", {"max_tokens": 3, "min_tokens": 4}),
-    ("temperature", {"temperature": -0.5}),
-    ("temperature", {"temperature": 100.5}),
-    ("temperature", {"temperature": float("nan")}),
-    ("top_p", {"top_p": 0.0}),
-    ("top_p", {"top_p": 1.5}),
-    ("top_k", {"top_k": -1}),
-    ("stop", {"stop": ["x"] * 17}),
-    ("stop", {"stop": [""]}),
-    ("stop", {"stop": ["x" * 257]}),
-    ("stop_token_ids", {"stop_token_ids": [1] * 65}),
-    ("logprobs", {"logprobs": -1}),
-    ("logprobs", {"logprobs": 21}),
-]
-
-_RESERVED_SAMPLING: list[dict[str, Any]] = [
-    {"min_p": 0.1},
-    {"presence_penalty": 0.5},
-    {"frequency_penalty": 0.5},
-    {"repetition_penalty": 1.1},
-    {"logit_bias": {7: 1.0}},
-    {"n": 2},
-    {"prompt_logprobs": True},
-    {"structured_output": sampling_pb2.StructuredOutput(regex="a+")},
-]
-
-_RESERVED_SCOPE: list[dict[str, Any]] = [
-    {"model": "other"},
-    {"adapter": "lora"},
-    {"cache_salt": b"salt"},
-    {"media_hashes": [b"x" * 32]},
-    {"tenant": "me"},
-    {"priority": 1},
-    {"siblings": 2},
-    {"draft_token_ids": [7]},
-    {"direction": sampling_pb2.DIRECTION_PULL},
-]
 
 
 @case(131, "The prompt, exactly one of these.")
@@ -100,9 +60,8 @@ async def messages_without_content(r: RouterHand) -> None:
 )
 async def sampling_out_of_bounds(r: RouterHand) -> None:
     """Each bound of sampling is kept, and a refusal names the field."""
-    for name, fields in _OUT_OF_BOUNDS:
-        sampling = sampling_pb2.SamplingParams(**{"max_tokens": 8, "temperature": 0.0, **fields})
-        fault = await r.refused(Reason.BAD_REQUEST, f"sampling has {fields}", sampling=sampling)
+    for name, sampling in beyond_bounds(r.subject.info.features):
+        fault = await r.refused(Reason.BAD_REQUEST, f"a bad {name}", sampling=sampling)
         check_field(fault, name)
 
 
@@ -193,23 +152,18 @@ async def a_request_id_too_long(r: RouterHand) -> None:
     "A request that uses one is refused with UNIMPLEMENTED and reason FEATURE by a server"
     " that was not built for it, and so is one that needs a feature which was not negotiated",
 )
-async def reserved_sampling(r: RouterHand) -> None:
+async def reserved_fields_of_sampling(r: RouterHand) -> None:
     """Each reserved field of sampling is refused by its name."""
-    for fields in _RESERVED_SAMPLING:
-        sampling = sampling_pb2.SamplingParams(max_tokens=8, **fields)
-        (name,) = fields
-        fault = await r.refused(Reason.FEATURE, f"sampling.{name} is reserved", sampling=sampling)
-        _names_feature(fault.metadata.get("feature", ""), name)
+    for path, sampling in reserved_sampling():
+        fault = await r.refused(Reason.FEATURE, f"{path} is reserved", sampling=sampling)
+        check_feature(fault, path)
 
 
 @case(143, "Reserved fields of the request.")
-async def reserved_scope(r: RouterHand) -> None:
+async def reserved_fields_of_scope(r: RouterHand) -> None:
     """Each reserved field of the request is refused by its name."""
-    for fields in _RESERVED_SCOPE:
-        scope = sampling_pb2.RequestScope(**fields)
-        (name,) = fields
-        fault = await r.refused(Reason.FEATURE, f"scope.{name} is reserved", scope=scope)
-        _names_feature(fault.metadata.get("feature", ""), name)
+    for path, scope in reserved_scopes():
+        check_feature(await r.refused(Reason.FEATURE, f"{path} is reserved", scope=scope), path)
 
 
 @case(
@@ -219,10 +173,9 @@ async def reserved_scope(r: RouterHand) -> None:
 )
 async def an_unknown_direction(r: RouterHand) -> None:
     """A direction of a later version is refused."""
-    scope = sampling_pb2.RequestScope()
-    scope.MergeFromString(bytes([9 << 3, 77]))
+    scope = with_unknown(sampling_pb2.RequestScope(), "direction")
     fault = await r.refused(Reason.FEATURE, "the direction is unknown", scope=scope)
-    _names_feature(fault.metadata.get("feature", ""), "direction")
+    check_feature(fault, "scope.direction")
 
 
 @case(
@@ -243,8 +196,3 @@ async def a_request_id_in_flight(r: RouterHand) -> None:
     await first.answers(ANSWER)
     again = await r.routed(request_id=name)
     await again.finish(ANSWER)
-
-
-def _names_feature(seen: str, name: str) -> None:
-    """Broken unless metadata names the feature, wherever it lies in the request."""
-    expect_equal(seen.rsplit(".", 1)[-1], name, "metadata 'feature'")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pd_grpc.conformance.case import expect, expect_equal
+from pd_grpc.conformance.later import UNKNOWN_VALUE, later, with_unknown
 from pd_grpc.conformance.router.answers import handed_off, last, queued, tokens
 from pd_grpc.conformance.router.cases.registry import ROUTER_CASES as case
 from pd_grpc.conformance.router.subject import RouterHand
@@ -10,18 +11,11 @@ from pd_grpc.v1 import prefill_pb2
 
 ANSWER = [901, 902, 903]
 
-LATER_FIELD = bytes([0x82, 0x7D, 3]) + b"new"
-"""Field 2000, length-delimited, as a later version may add it."""
-LATER_REASON = 77
-
 
 @case(801, "A server ignores fields that it does not know")
 async def unknown_fields_of_the_clients(r: RouterHand) -> None:
-    """A request with fields of a later version, in it and in its sampling, is answered."""
-    message = r.request()
-    message.sampling.MergeFromString(LATER_FIELD)
-    message.MergeFromString(LATER_FIELD)
-    one = await r.both_legs(r.call(message))
+    """A request with fields of a later version, in it and in all within, is answered."""
+    one = await r.both_legs(r.call(later(r.request())))
     await one.finish(ANSWER)
 
 
@@ -30,14 +24,10 @@ async def unknown_fields_of_the_instances(r: RouterHand) -> None:
     """Messages of P and D with fields of a later version are taken as they are."""
     one = await r.routed()
     messages = [queued(), handed_off(r.d, len(one.prompt))]
-    for message in messages:
-        message.MergeFromString(LATER_FIELD)
-    one.prefill.send(*messages)
+    one.prefill.send(*map(later, messages))
     one.prefill.end()
     pieces = [tokens(ANSWER[:1]), last(ANSWER[1:], one.usage, r.d.name)]
-    for piece in pieces:
-        piece.MergeFromString(LATER_FIELD)
-    one.decode.send(*pieces)
+    one.decode.send(*map(later, pieces))
     one.decode.end()
     await one.answers(ANSWER)
 
@@ -51,9 +41,8 @@ async def an_unknown_event_of_prefills(r: RouterHand) -> None:
     """P sends an event of a later version, and an empty one, before it hands over: the answer goes
     on to its end."""
     one = await r.routed()
-    later = prefill_pb2.PrefillResponse()
-    later.MergeFromString(LATER_FIELD)
-    one.prefill.send(queued(), later, prefill_pb2.PrefillResponse())
+    empty = prefill_pb2.PrefillResponse()
+    one.prefill.send(queued(), later(empty), empty)
     one.say(ANSWER[0])
     await one.shows(ANSWER[:1])
     one.hand_over()
@@ -72,12 +61,10 @@ async def a_finish_reason_of_a_later_version(r: RouterHand) -> None:
     one.say(*ANSWER[:2])
     await one.shows(ANSWER[:2])
     message = last(ANSWER[2:], one.usage, r.d.name)
-    message.ClearField("finish_reason")
-    message.MergeFromString(bytes([4 << 3, LATER_REASON]))
-    one.decode.send(message)
+    one.decode.send(with_unknown(message, "finish_reason"))
     one.decode.end()
     await one.answers(ANSWER)
-    expect_equal(one.client.last.finish_reason, LATER_REASON, "finish_reason")
+    expect_equal(one.client.last.finish_reason, UNKNOWN_VALUE, "finish_reason")
 
 
 @case(
