@@ -6,7 +6,7 @@ import asyncio
 import time
 
 from pd_grpc.conformance.calls import refusal
-from pd_grpc.conformance.case import answer_s
+from pd_grpc.conformance.case import NotApplicable, answer_s
 from pd_grpc.conformance.decode.cases.registry import DECODE_CASES as case
 from pd_grpc.conformance.decode.pool import fill, queued, wait_in_queue
 from pd_grpc.conformance.decode.subject import DecodeHand
@@ -32,6 +32,7 @@ async def back_within_grace(d: DecodeHand) -> None:
 @case(171, "If none comes they fail with PREFILL_LOST.")
 async def not_back_within_grace(d: DecodeHand) -> None:
     """The session breaks and P stays away: its client hears PREFILL_LOST."""
+    _leases_outlive_grace(d)
     p = await d.prefill()
     request = d.request()
     leg = d.generate(request)
@@ -65,6 +66,7 @@ async def calls_while_the_session_is_broken(d: DecodeHand) -> None:
 )
 async def half_closed_is_broken(d: DecodeHand) -> None:
     """P says no more on its session, without goodbye, and stays away: PREFILL_LOST after grace."""
+    _leases_outlive_grace(d)
     p = await d.prefill()
     request = d.request()
     leg = d.generate(request)
@@ -118,3 +120,8 @@ async def goodbye_spares_what_was_handed_off(d: DecodeHand) -> None:
     await p.goodbye()
     await p.session.fine("the session ends after goodbye")
     await d.generate(request).answers(wanted)
+
+
+def _leases_outlive_grace(d: DecodeHand) -> None:
+    if d.times.lease < 1.5 * d.times.grace:
+        raise NotApplicable("a lease may end before grace does")
