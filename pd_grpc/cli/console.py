@@ -40,10 +40,12 @@ Endpoint = typer.Option(
     help="host:port of the router.",
 )
 
-# Where nobody looks at a screen, tables keep their lines whole.
+# Where nobody looks at a screen, tables keep their lines whole. Python has no stdout at all where
+# the shell closed it.
 _PIPED_WIDTH = 160
+_on_screen = sys.stdout is not None and sys.stdout.isatty()
 
-stdout = Console(highlight=False, width=None if sys.stdout.isatty() else _PIPED_WIDTH)
+stdout = Console(highlight=False, width=None if _on_screen else _PIPED_WIDTH)
 stderr = Console(stderr=True, highlight=False)
 
 

@@ -13,11 +13,14 @@ from pd_grpc.conformance.run import Result
 _WORDS = {True: "[green]passed[/]", False: "[red]FAILED[/]", None: "[yellow]n/a[/]"}
 
 
-def as_object(subject: dict[str, Any], results: Sequence[Result]) -> dict[str, Any]:
-    """A run as JSON: the subject, the counts, and each case. `passed` is null for a case that does
-    not apply to the subject."""
+def as_object(
+    subject: dict[str, Any], results: Sequence[Result], interrupted: bool = False
+) -> dict[str, Any]:
+    """A run as JSON: the subject, whether the run ended before its last case, the counts, and each
+    case that was judged. `passed` is null for a case that does not apply to the subject."""
     return {
         "subject": subject,
+        "interrupted": interrupted,
         "passed": sum(r.passed is True for r in results),
         "failed": sum(r.passed is False for r in results),
         "not_applicable": sum(r.passed is None for r in results),

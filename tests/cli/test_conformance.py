@@ -4,22 +4,32 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
+import re
+import signal
 import socket
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.conformance.mutants.decode.sessions import welcome_without_a_session_id
 from tests.conformance.subjects import decode_server, prefill_server, router_server
+from tests.house.pages import ROOT
+from tests.waiting import until
 
 COMMAND = (sys.executable, "-m", "pd_grpc.cli.main", "conformance")
 
 
-async def run(*arguments: str) -> tuple[int, str]:
+async def run(*arguments: str, cwd: Path | None = None) -> tuple[int, str]:
     """Exit code and output of the command, as a process of its own."""
     process = await asyncio.create_subprocess_exec(
-        *COMMAND, *arguments, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT
+        *COMMAND,
+        *arguments,
+        cwd=cwd,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.STDOUT,
     )
     output, _ = await asyncio.wait_for(process.communicate(), 40)
     assert process.returncode is not None
@@ -112,6 +122,12 @@ async def test_nobody_there() -> None:
         (["--prefill", "nowhere"], "--prefill"),
         (["--decode", "nowhere"], "--decode"),
         (["--router", "127.0.0.1:9", "--as-decode", "nowhere"], "--as-decode"),
+        (["--decode", "127.0.0.1:9", "--listen", "127.0.0.1"], "--listen goes with --prefill"),
+        (["--prefill", "127.0.0.1:9", "--as-decode", "h:1"], "--as-decode goes with --router"),
+        (["--decode", "127.0.0.1:9", "--as-alternate", ""], "--as-alternate goes with --router"),
+        (["--decode", "127.0.0.1:9", "--json", "no/such/folder.json"], "--json no/such/folder"),
+        (["--decode", "127.0.0.1:9", "--cases", "no_such_module"], "no_such_module"),
+        (["--decode", "127.0.0.1:9", "--cases", "json"], "--cases json: CASES must be"),
         (["--decode", "127.0.0.1:9", "--only", "D999"], "D999"),
     ],
 )
@@ -120,3 +136,89 @@ async def test_a_call_that_makes_no_sense_names_the_option(
 ) -> None:
     code, output = await run(*arguments)
     assert code == 2 and named in output
+
+
+async def test_a_case_of_ones_own_as_the_page_has_it(tmp_path: Path) -> None:
+    page = (ROOT / "docs" / "conformance.md").read_text(encoding="utf-8")
+    (example,) = re.findall(r"^```python\n(.*?)^```$", page, re.DOTALL | re.MULTILINE)
+    (tmp_path / "our_cases.py").write_text(example)
+    options = ("--cases", "our_cases", "--only", "OURS-")
+    async with decode_server() as d:
+        code, output = await run("--decode", d.endpoint, *options, cwd=tmp_path)
+    assert code == 0, output
+    assert "1 passed, 0 failed" in output and "Our D takes prompts of 500 tokens." in output
+    async with decode_server(max_model_len=400) as d:
+        code, output = await run("--decode", d.endpoint, *options, cwd=tmp_path)
+    assert code == 1
+    assert "expected a model that takes more than 500 tokens; got 400" in output
+
+
+async def test_two_cases_of_one_number_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "twice.py").write_text(
+        "from pd_grpc.conformance.decode import DECODE_CASES as CASES\n"
+    )
+    code, output = await run("--decode", "127.0.0.1:9", "--cases", "twice", cwd=tmp_path)
+    assert code == 2 and "two cases D101" in output
+
+
+@pytest.mark.parametrize(
+    ("signum", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)], ids=["int", "term"]
+)
+async def test_a_run_that_is_interrupted_leaves_what_it_has_judged(
+    signum: signal.Signals, status: int, tmp_path: Path
+) -> None:
+    found = tmp_path / "found.json"
+
+    def written() -> dict[str, Any]:
+        try:
+            return json.loads(found.read_text())  # type: ignore[no-any-return]
+        except (FileNotFoundError, json.JSONDecodeError):
+            return {}  # not there yet, or being written
+
+    async with decode_server() as d:
+        process = await asyncio.create_subprocess_exec(
+            *COMMAND, "--decode", d.endpoint, "--json", str(found), stdout=asyncio.subprocess.PIPE
+        )
+        await until(lambda: len(written().get("cases", ())) >= 3, limit_s=40)
+        assert written()["interrupted"] is True
+        process.send_signal(signum)
+        output, _ = await asyncio.wait_for(process.communicate(), 20)
+    assert process.returncode == status
+    judged = written()
+    assert judged["interrupted"] is True and judged["subject"]["name"] == "d"
+    ids = [case["id"] for case in judged["cases"]]
+    assert ids[:3] == ["D101", "D102", "D103"] and len(ids) < 300
+    assert f"interrupted: {len(ids)} of " in output.decode()
+
+
+async def test_the_verdict_stands_where_nobody_reads_it() -> None:
+    read, write = os.pipe()
+    os.close(read)
+    async with decode_server() as d:
+        process = await asyncio.create_subprocess_exec(
+            *COMMAND,
+            *("--decode", d.endpoint, "--only", "D101"),
+            stdout=write,
+            stderr=asyncio.subprocess.PIPE,
+        )
+        os.close(write)
+        _, errors = await asyncio.wait_for(process.communicate(), 40)
+    assert (process.returncode, errors) == (0, b"")
+
+
+async def test_the_verdict_stands_without_a_standard_output() -> None:
+    async with decode_server() as d:
+        process = await asyncio.create_subprocess_exec(
+            *("sh", "-c", 'exec "$@" >&-', "sh", *COMMAND),
+            *("--decode", d.endpoint, "--only", "D101"),
+            stderr=asyncio.subprocess.PIPE,
+        )
+        _, errors = await asyncio.wait_for(process.communicate(), 40)
+    assert (process.returncode, errors) == (0, b"")
+
+
+async def test_a_file_that_takes_no_more_is_named() -> None:
+    async with decode_server() as d:
+        code, output = await run("--decode", d.endpoint, "--only", "D101", "--json", "/dev/full")
+    assert code == 1
+    assert output.strip() == "--json /dev/full: No space left on device"

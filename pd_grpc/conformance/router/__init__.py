@@ -2,6 +2,6 @@
 
 from pd_grpc.conformance.router.cases import ROUTER_CASES
 from pd_grpc.conformance.router.instance import open_instances
-from pd_grpc.conformance.router.subject import open_router
+from pd_grpc.conformance.router.subject import RouterHand, open_router
 
-__all__ = ["ROUTER_CASES", "open_instances", "open_router"]
+__all__ = ["ROUTER_CASES", "RouterHand", "open_instances", "open_router"]
