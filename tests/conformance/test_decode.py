@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from pd_grpc.conformance.case import answers_within
 from pd_grpc.conformance.decode import DECODE_CASES, open_decode
 from pd_grpc.conformance.report import explained
-from pd_grpc.conformance.run import run_case, run_cases
+from pd_grpc.conformance.run import run_cases
 from tests.conformance.mutants.decode import DECODE_MUTANTS
+from tests.conformance.mutants.judging import assert_found
 from tests.conformance.mutants.registry import Mutant
 from tests.conformance.subjects import decode_server
-
-IMPATIENT_S = 1.0
-"""How long a faulty server may leave the kit waiting."""
 
 
 @pytest.mark.timeout(180)
@@ -30,12 +27,14 @@ def test_every_case_has_a_mutant() -> None:
     assert [case.id for case in DECODE_CASES] == sorted(DECODE_MUTANTS.by_case)
 
 
+@pytest.mark.planted
 @pytest.mark.parametrize(("case_id", "mutant"), DECODE_MUTANTS.params())
 async def test_a_planted_fault_is_found(
-    case_id: str, mutant: Mutant, monkeypatch: pytest.MonkeyPatch
+    case_id: str,
+    mutant: Mutant,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     mutant.plant(monkeypatch)
-    answers_within(IMPATIENT_S)
     async with decode_server(**mutant.settings) as d, open_decode(d.endpoint) as subject:
-        result = await run_case(subject, DECODE_CASES[case_id])
-    assert result.passed is False, f"{mutant.name} survived {case_id}"
+        await assert_found(subject, DECODE_CASES[case_id], mutant, caplog)

@@ -12,13 +12,12 @@ from pd_grpc.conformance.case import Broken, answers_within
 from pd_grpc.conformance.report import explained
 from pd_grpc.conformance.router import ROUTER_CASES, open_instances, open_router
 from pd_grpc.conformance.router.subject import RouterSubject
-from pd_grpc.conformance.run import run_case, run_cases
+from pd_grpc.conformance.run import run_cases
+from tests.conformance.mutants.judging import assert_found
 from tests.conformance.mutants.registry import Mutant
 from tests.conformance.mutants.router import ROUTER_MUTANTS
 from tests.conformance.subjects import router_server
 
-IMPATIENT_S = 1.0
-"""How long a faulty router may leave the kit waiting."""
 ANY_PORT = ("127.0.0.1:0",) * 3
 
 
@@ -44,15 +43,17 @@ def test_every_case_has_a_mutant() -> None:
     assert [case.id for case in ROUTER_CASES] == sorted(ROUTER_MUTANTS.by_case)
 
 
+@pytest.mark.planted
 @pytest.mark.parametrize(("case_id", "mutant"), ROUTER_MUTANTS.params())
 async def test_a_planted_fault_is_found(
-    case_id: str, mutant: Mutant, monkeypatch: pytest.MonkeyPatch
+    case_id: str,
+    mutant: Mutant,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    answers_within(IMPATIENT_S)
     mutant.plant(monkeypatch)
     async with our_router(**mutant.settings) as subject:
-        result = await run_case(subject, ROUTER_CASES[case_id])
-    assert result.passed is False, f"{mutant.name} survived {case_id}"
+        await assert_found(subject, ROUTER_CASES[case_id], mutant, caplog)
 
 
 async def test_a_router_that_calls_others_cannot_be_judged() -> None:

@@ -41,13 +41,8 @@ def a_second_hello_is_passed_over(patch: pytest.MonkeyPatch) -> None:
 
 
 @mutant("D104")
-def the_session_id_is_the_name(patch: pytest.MonkeyPatch) -> None:
-    right = Sessions.join
-
-    def join(self, stream, hello, session_id):  # type: ignore[no-untyped-def]
-        return right(self, stream, hello, hello.instance.name or session_id)
-
-    patch.setattr(Sessions, "join", join)
+def one_session_id_for_all(patch: pytest.MonkeyPatch) -> None:
+    _welcome(patch, lambda welcome: setattr(welcome, "session_id", "session"))
 
 
 @mutant("D105")

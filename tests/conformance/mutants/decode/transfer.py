@@ -124,7 +124,16 @@ def any_layer_is_taken(patch: pytest.MonkeyPatch) -> None:
     tolerate(patch, "chunk.layer_start")
 
 
-@mutant("D309", "D312")
+@mutant("D309")
+def a_block_too_many_is_the_last(patch: pytest.MonkeyPatch) -> None:
+    def spoil(self: Any, state: Any, chunk: Any, payload: Any) -> None:
+        last = len(self._grant_of(state).blocks) - chunk.block_count
+        chunk.block_start = min(chunk.block_start, last)
+
+    before_chunk(patch, spoil)
+
+
+@mutant("D312")
 def any_block_is_taken(patch: pytest.MonkeyPatch) -> None:
     tolerate(patch, "chunk.block_start")
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from pd_grpc.prefill.compute import Compute
 from pd_grpc.prefill.machine import PrefillMachine
 from pd_grpc.prefill.placement import Placement
 from pd_grpc.prefill.requests import Requests
@@ -74,3 +75,34 @@ def the_first_decode_is_released(patch: pytest.MonkeyPatch) -> None:
             record.choice = chosen
 
     patch.setattr(Placement, "_release", wrong)
+
+
+@mutant("P608", sim_time_scale=20.0)
+def a_cancelled_request_is_computed_to_the_end(patch: pytest.MonkeyPatch) -> None:
+    forget, done, return_blocks = Compute.forget, Compute.done, Requests.return_blocks
+    left = set()
+
+    def keep(self, record):  # type: ignore[no-untyped-def]
+        if record.state is PrefillState.COMPUTING:
+            left.add(record.key)
+        else:
+            forget(self, record)
+
+    def wait(self, record):  # type: ignore[no-untyped-def]
+        if record.key not in left:
+            return_blocks(self, record)
+
+    def go_on(self, step, results, now):  # type: ignore[no-untyped-def]
+        plan = self._plan
+        done(self, step, results, now)
+        for record, chunk, sampled in zip(plan.records, plan.chunks, results, strict=True):
+            if record.key in left:
+                record.computed = chunk.start + len(chunk.token_ids)
+                if sampled is not None:
+                    left.remove(record.key)
+                    forget(self, record)
+                    return_blocks(self._requests, record)
+
+    patch.setattr(Compute, "forget", keep)
+    patch.setattr(Requests, "return_blocks", wait)
+    patch.setattr(Compute, "done", go_on)

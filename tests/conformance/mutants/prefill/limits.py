@@ -14,6 +14,7 @@ from pd_grpc.protocol.faults import Fault, Reason
 from pd_grpc.protocol.messages import unbuilt_scope
 from pd_grpc.v1 import layout_pb2, sampling_pb2
 from tests.conformance.mutants.prefill.registry import PREFILL_MUTANTS as mutant
+from tests.conformance.mutants.prefill.wire import before_call
 
 
 @mutant("P801")
@@ -91,6 +92,24 @@ def one_token_less(patch: pytest.MonkeyPatch) -> None:
         return right(self, welcome, now)
 
     patch.setattr(DecodeSession, "_welcomed", wrong)
+
+
+@mutant("P807")
+def an_answer_is_cut_to_what_d_takes(patch: pytest.MonkeyPatch) -> None:
+    right = DecodeSession._welcomed
+    limits = {}
+
+    def wrong(self, welcome, now):  # type: ignore[no-untyped-def]
+        limits[welcome.session_id] = welcome.max_model_len
+        welcome.max_model_len = 0
+        return right(self, welcome, now)
+
+    def cut(request):  # type: ignore[no-untyped-def]
+        room = limits[request.session_id] - request.prompt_tokens
+        request.max_new_tokens = min(request.max_new_tokens, room)
+
+    patch.setattr(DecodeSession, "_welcomed", wrong)
+    before_call(patch, "allocate", cut)
 
 
 @mutant("P901")

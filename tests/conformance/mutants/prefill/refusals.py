@@ -11,7 +11,7 @@ from pd_grpc.prefill.machine import PrefillMachine
 from pd_grpc.prefill.requests import Requests
 from pd_grpc.protocol.faults import Fault, Reason, bad_request
 from pd_grpc.protocol.messages import sampling_from_proto
-from pd_grpc.protocol.refs import key_of, ref_errors
+from pd_grpc.protocol.refs import TransferKey, key_of, ref_errors
 from pd_grpc.protocol.sampling import FieldError
 from pd_grpc.v1 import prefill_pb2
 from tests.conformance.mutants.prefill.registry import PREFILL_MUTANTS as mutant
@@ -167,13 +167,28 @@ def the_second_ends_the_first(patch: pytest.MonkeyPatch) -> None:
 
 
 @mutant("P721")
-def attempts_live_side_by_side(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(PrefillMachine, "_supersede", lambda self, older, newer, now: None)
+def an_older_attempt_is_in_the_way(patch: pytest.MonkeyPatch) -> None:
+    def wrong(self, older, newer, now):  # type: ignore[no-untyped-def]
+        raise Fault(Reason.DUPLICATE_TRANSFER, f"{older.key} is in flight here")
+
+    patch.setattr(PrefillMachine, "_supersede", wrong)
 
 
 @mutant("P722")
-def attempts_are_not_compared(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Requests, "newest", lambda self, transfer_id, now: 0)
+def the_attempt_that_comes_last_counts(patch: pytest.MonkeyPatch) -> None:
+    right = PrefillMachine._admit
+
+    def wrong(self, request, now):  # type: ignore[no-untyped-def]
+        try:
+            right(self, request, now)
+        except Fault as fault:
+            if fault.reason is not Reason.STALE_ATTEMPT:
+                raise
+            newest = TransferKey(request.ref.transfer_id, int(fault.metadata["newest"]))
+            if (flying := self.requests.in_flight.get(newest)) is not None:
+                self._supersede(flying, key_of(request.ref), now)
+
+    patch.setattr(PrefillMachine, "_admit", wrong)
 
 
 @mutant("P723")

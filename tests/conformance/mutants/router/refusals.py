@@ -17,13 +17,13 @@ from tests.conformance.mutants.router.registry import ROUTER_MUTANTS as mutant
 
 
 @mutant("R131")
-def a_missing_prompt_is_a_crash(patch: pytest.MonkeyPatch) -> None:
+def a_missing_prompt_is_a_line_break(patch: pytest.MonkeyPatch) -> None:
     right = intake.check_shape
 
     def wrong(request):  # type: ignore[no-untyped-def]
-        return {"text": right, "messages": right, "token_ids": right}[request.WhichOneof("prompt")](
-            request
-        )
+        if request.WhichOneof("prompt") is None:
+            request.text = "\n"
+        return right(request)
 
     patch.setattr(service, "check_shape", wrong)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from google.protobuf.unknown_fields import UnknownFieldSet
 
-from pd_grpc.protocol.faults import bad_request
+from pd_grpc.protocol.faults import Fault, Reason, bad_request
 from pd_grpc.protocol.sampling import FieldError
 from pd_grpc.router import intake, service
 from pd_grpc.router.outbox import Outbox
@@ -32,8 +32,9 @@ def unknown_fields_of_decode_are_a_defect(patch: pytest.MonkeyPatch) -> None:
 
     def wrong(self, leg, message, target):  # type: ignore[no-untyped-def]
         if len(UnknownFieldSet(message)):
-            raise ValueError("a field of a later version")
-        right(self, leg, message, target)
+            _fail(self, "a field of a later version")
+        else:
+            right(self, leg, message, target)
 
     patch.setattr(RoutedCall, "_on_decode_message", wrong)
 
@@ -44,8 +45,9 @@ def unknown_events_are_a_defect(patch: pytest.MonkeyPatch) -> None:
 
     def wrong(self, message):  # type: ignore[no-untyped-def]
         if message.WhichOneof("event") is None:
-            raise ValueError("an event of a later version")
-        right(self, message)
+            _fail(self, "an event of a later version")
+        else:
+            right(self, message)
 
     patch.setattr(RoutedCall, "_on_prefill_message", wrong)
 
@@ -63,12 +65,15 @@ def unknown_ends_are_none(patch: pytest.MonkeyPatch) -> None:
 
 
 @mutant("R805")
-def half_a_character_is_a_defect(patch: pytest.MonkeyPatch) -> None:
+def half_a_character_is_dropped(patch: pytest.MonkeyPatch) -> None:
     right = Outbox.push
 
     def wrong(self, message):  # type: ignore[no-untyped-def]
-        if "\ufffd" in self._detokenizer._tokenizer.decode(message.token_ids):
-            raise UnicodeError("half a character")
-        right(self, message)
+        if "\ufffd" not in self._detokenizer._tokenizer.decode(message.token_ids):
+            right(self, message)
 
     patch.setattr(Outbox, "push", wrong)
+
+
+def _fail(call: RoutedCall, why: str) -> None:
+    call._perform(call._machine.on_fault(Fault(Reason.ENGINE_ERROR, why), call._now()))
