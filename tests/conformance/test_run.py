@@ -16,6 +16,10 @@ from pd_grpc.protocol.messages import layout_from_proto
 from pd_grpc.v1 import layout_pb2
 
 
+KIND_77 = b"\x08\x4d"
+"""A group of a kind of a later version."""
+
+
 class Nobody:
     """A subject that no case asks anything."""
 
@@ -64,6 +68,6 @@ async def test_a_case_that_does_not_end_is_ended() -> None:
 def test_what_cannot_be_read_is_the_subjects_fault() -> None:
     with pytest.raises(Broken, match="details that can be used"):
         parsed(status_pb2.Status.FromString, b"\xff", "details")
-    layout = layout_pb2.KvLayout(block_size=16, groups=[layout_pb2.KvGroup(kind=77)])
+    layout = layout_pb2.KvLayout(groups=[layout_pb2.KvGroup.FromString(KIND_77)])
     with pytest.raises(Broken, match=r"groups\[0\]"):
         parsed(layout_from_proto, layout, "the layout")

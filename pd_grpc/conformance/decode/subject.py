@@ -16,6 +16,7 @@ from pd_grpc.conformance.channels import connect, new_epoch
 from pd_grpc.conformance.client import ClientLeg
 from pd_grpc.conformance.decode.prefill import KitPrefill
 from pd_grpc.conformance.kv import KvRule
+from pd_grpc.conformance.names import Names
 from pd_grpc.conformance.request import BUDGET_S, Request, prompt_of
 from pd_grpc.conformance.transcript import Transcript
 from pd_grpc.protocol.messages import layout_from_proto, seconds
@@ -77,6 +78,13 @@ class DecodeSubject:
         t = self.times
         waits = t.lease + t.grace + 2 * t.heartbeat + t.kv_progress + t.first_token + t.attach
         return 6 * answer_s() + 3 * waits
+
+    @property
+    def room_tokens(self) -> int:
+        """Most tokens of prompt plus output of one request: what the pool holds, or what the model
+        takes where D tells that and it is less."""
+        pool = self.total_blocks * self.layout.block_size
+        return min(pool, self.info.max_model_len or pool)
 
     @property
     def instance(self) -> types_pb2.Instance:
@@ -183,8 +191,7 @@ class DecodeHand:
         self.inference = inference_pb2_grpc.InferenceServiceStub(channel)
         self.decode = decode_pb2_grpc.DecodeServiceStub(channel)
         self.admin = admin_pb2_grpc.AdminServiceStub(channel)
-        self._case = f"{case_id.lower()}-{secrets.token_hex(4)}"
-        self._numbers = 0
+        self.name = Names(case_id)
         self._prefills: list[KitPrefill] = []
         self._legs: list[ClientLeg] = []
 
@@ -193,10 +200,11 @@ class DecodeHand:
         """Tokens of a block."""
         return self.subject.layout.block_size
 
-    def name(self, what: str) -> str:
-        """A name that nothing else has."""
-        self._numbers += 1
-        return f"kit-{self._case}-{what}{self._numbers}"
+    def needs_blocks(self, blocks: int) -> None:
+        """NotApplicable for a D whose pool has fewer."""
+        total = self.subject.total_blocks
+        if total < blocks:
+            raise NotApplicable(f"the case needs {blocks} blocks; D has {total}")
 
     def new_prefill(self, name: str = "", epoch: int = 0, **options: Any) -> KitPrefill:
         """A P that has not joined yet; see `Prefill` for the options."""
@@ -251,6 +259,25 @@ class DecodeHand:
         if not self.rule.is_sim:
             raise NotApplicable(f"the answers of {self.rule.layout.model} are not known to the kit")
         return self.rule.answer(request.prompt, request.sampling, request.generated)
+
+    def output(self, request: Request, tokens: int) -> list[int]:
+        """What the answer begins with: the right tokens where the kit knows the model, otherwise
+        tokens of the vocabulary that end nothing."""
+        if self.rule.is_sim:
+            return self.answer(request)[:tokens]
+        return request.prompt[:tokens]
+
+    def first_token(self, request: Request) -> int:
+        """The token that P hands over first."""
+        return self.output(request, 1)[0]
+
+    async def answered(self, leg: ClientLeg, request: Request) -> None:
+        """Read to the end, which must be OK. Broken unless every token is right where the kit knows
+        the model, and unless there is one where it does not."""
+        if self.rule.is_sim:
+            await leg.answers(self.answer(request))
+        else:
+            expect(bool(await leg.finished()), "at least one token", "none")
 
     async def leave(self) -> None:
         """End whatever the case left open."""

@@ -22,6 +22,7 @@ from pd_grpc.conformance.case import (
 )
 from pd_grpc.conformance.channels import connect, new_epoch
 from pd_grpc.conformance.kv import KvRule
+from pd_grpc.conformance.names import Names
 from pd_grpc.conformance.prefill.caller import Caller
 from pd_grpc.conformance.prefill.decode import KitDecode, KitTimes
 from pd_grpc.conformance.request import BUDGET_S, Request, prompt_of
@@ -165,8 +166,7 @@ class PrefillHand:
         self.transcript = transcript
         self.prefill = prefill_pb2_grpc.PrefillServiceStub(channel)
         self.admin = admin_pb2_grpc.AdminServiceStub(channel)
-        self._case = f"{case_id.lower()}-{secrets.token_hex(4)}"
-        self._numbers = 0
+        self.name = Names(case_id)
         self._decodes: list[KitDecode] = []
         self._callers: list[Caller] = []
 
@@ -181,11 +181,6 @@ class PrefillHand:
         if not self.subject.total_blocks:
             raise NotApplicable("P's AdminService does not tell the size of its pool")
         return self.subject.total_blocks
-
-    def name(self, what: str) -> str:
-        """A name that nothing else has."""
-        self._numbers += 1
-        return f"kit-{self._case}-{what}{self._numbers}"
 
     async def decode(
         self,

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import secrets
-import time
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -13,9 +11,10 @@ import grpc.aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from pd_grpc.conformance.calls import answer, check_fault
-from pd_grpc.conformance.case import Broken, NotApplicable, answer_s, broken, expect, within
+from pd_grpc.conformance.case import Broken, NotApplicable, answer_s, broken, eventually, within
 from pd_grpc.conformance.channels import CHANNEL_OPTIONS, connect
 from pd_grpc.conformance.client import ClientLeg
+from pd_grpc.conformance.names import Names
 from pd_grpc.conformance.request import BUDGET_S, prompt_of, replaced
 from pd_grpc.conformance.router.answers import handed_off, last
 from pd_grpc.conformance.router.instance import Instances, KitInstance
@@ -34,9 +33,6 @@ from pd_grpc.v1 import (
 
 INFERENCE = "pd_grpc.v1.InferenceService"
 
-LOOK_AGAIN_S = 0.01
-"""Between two tries of what tells nobody when it changes."""
-
 PROMPT_TOKENS = 12
 
 
@@ -50,6 +46,20 @@ class RouterSubject:
         self.instance = types_pb2.Instance()
         self.drained = False
         """A drain is for ever: what is behind the router no longer matters."""
+
+    @property
+    def max_model_len(self) -> int:
+        """Tokens that prompt and output may have. NotApplicable where the router does not say."""
+        if not self.info.max_model_len:
+            raise NotApplicable("the router's GetModelInfo does not tell max_model_len")
+        return int(self.info.max_model_len)
+
+    @property
+    def vocab_size(self) -> int:
+        """Token ids are below this. NotApplicable where the router does not say."""
+        if not self.info.vocab_size:
+            raise NotApplicable("the router's GetModelInfo does not tell vocab_size")
+        return int(self.info.vocab_size)
 
     @property
     def patience_s(self) -> float:
@@ -94,17 +104,13 @@ class RouterSubject:
     async def routes_to(self, *decodes: KitInstance) -> None:
         """Wait until the router sends a request to P with exactly these Ds. Broken when it does
         not in time."""
-        until = time.monotonic() + 2 * answer_s()
         wanted = {d.endpoint for d in decodes}
-        seen: object = "no answer"
+        what = f"a request routed to the kit's P with {sorted(wanted)}"
         async with connect(self.endpoint) as channel:
             stub = inference_pb2_grpc.InferenceServiceStub(channel)
-            while time.monotonic() < until:
-                seen = await self._try_out(stub)
-                if seen == wanted:
-                    return
-                await asyncio.sleep(LOOK_AGAIN_S)
-        broken(f"a request routed to the kit's P with {sorted(wanted)}", seen)
+            await eventually(
+                lambda: self._try_out(stub), lambda seen: seen == wanted, what, 2 * answer_s()
+            )
 
     async def _try_out(self, stub: Any) -> object:
         """The Ds that one request, answered to its end, is offered to; or why it was not routed."""
@@ -187,14 +193,8 @@ class RouterHand:
         self.admin = admin_pb2_grpc.AdminServiceStub(channel)
         self.health = health_pb2_grpc.HealthStub(channel)
         self.channel = channel
-        self._case = f"{case_id.lower()}-{secrets.token_hex(4)}"
-        self._numbers = 0
+        self.name = Names(case_id)
         self._clients: list[ClientLeg] = []
-
-    def name(self, what: str) -> str:
-        """A name that nothing else has."""
-        self._numbers += 1
-        return f"kit-{self._case}-{what}{self._numbers}"
 
     def prompt(self, tokens: int = PROMPT_TOKENS) -> list[int]:
         """A prompt that nobody else has."""
@@ -293,11 +293,8 @@ class RouterHand:
         """Broken unless the router's readiness becomes this in time."""
         status = health_pb2.HealthCheckResponse
         wanted = status.SERVING if ready else status.NOT_SERVING
-        until = time.monotonic() + answer_s()
-        while (seen := (await self.readiness()).status) != wanted:
-            word = "SERVING" if ready else "NOT_SERVING"
-            expect(time.monotonic() < until, f"health of {INFERENCE} {word}", seen)
-            await asyncio.sleep(LOOK_AGAIN_S)
+        what = f"health of {INFERENCE} {'SERVING' if ready else 'NOT_SERVING'}"
+        await eventually(self.readiness, lambda seen: seen.status == wanted, what)
 
     @contextlib.asynccontextmanager
     async def channel_with(self, options: tuple[tuple[str, int], ...]) -> AsyncIterator[Any]:

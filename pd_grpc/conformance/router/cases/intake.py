@@ -96,7 +96,7 @@ async def max_tokens_is_filled_in(r: RouterHand) -> None:
 async def the_default_shrinks_to_fit(r: RouterHand) -> None:
     """A request without max_tokens whose prompt leaves room for five is given no more."""
     room = 5
-    prompt = [7] * (r.subject.info.max_model_len - room)
+    prompt = [7] * (r.subject.max_model_len - room)
     one = await r.routed(
         token_ids=inference_pb2.TokenIds(ids=prompt),
         sampling=sampling_pb2.SamplingParams(temperature=0),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pd_grpc.conformance.case import expect, expect_equal
 from pd_grpc.conformance.router.cases.registry import ROUTER_CASES as case
+from pd_grpc.conformance.router.instance import MODEL
 from pd_grpc.conformance.router.subject import RouterHand
 from pd_grpc.v1 import inference_pb2, sampling_pb2
 
@@ -15,7 +16,7 @@ LARGE = 20_000
 @case(821, "At least one, each below the vocabulary's size; packed, up to a million.")
 async def a_prompt_of_a_million_tokens(r: RouterHand) -> None:
     """A prompt of a million tokens reaches both legs whole."""
-    vocab = r.subject.info.vocab_size
+    vocab = MODEL.vocab_size
     ids = [vocab - 1 - n % 1000 for n in range(MILLION)]
     one = await r.routed(token_ids=inference_pb2.TokenIds(ids=ids))
     # Compared here, as a million numbers explain nothing.

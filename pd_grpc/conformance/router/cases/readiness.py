@@ -123,5 +123,7 @@ async def server_info_asks_the_peers(r: RouterHand) -> None:
     await r.instances.cut(r.p)
     await r.turns(False)
     after = {peer.instance.name: peer for peer in await r.peers()}
+    for instance in (r.p, r.d):
+        expect(instance.name in after, f"{instance.name} among the peers", sorted(after))
     expect_equal(after[r.p.name].health, admin_pb2.HEALTH_UNREACHABLE, "health of P, gone,")
     expect_equal(after[r.d.name].health, admin_pb2.HEALTH_SERVING, "health of D")

@@ -82,7 +82,7 @@ async def every_wrong_field_is_named(r: RouterHand) -> None:
 @case(136, "the prompt is longer than the model")
 async def a_prompt_longer_than_the_model(r: RouterHand) -> None:
     """A prompt that fills the whole model, without room for a token of output, is refused."""
-    prompt = inference_pb2.TokenIds(ids=[7] * r.subject.info.max_model_len)
+    prompt = inference_pb2.TokenIds(ids=[7] * r.subject.max_model_len)
     fault = await r.refused(Reason.BAD_REQUEST, "the prompt fills the model", token_ids=prompt)
     check_field(fault, "token_ids")
 
@@ -90,7 +90,7 @@ async def a_prompt_longer_than_the_model(r: RouterHand) -> None:
 @case(137, "TOO_LARGE has needed and total")
 async def prompt_and_output_beyond_the_model(r: RouterHand) -> None:
     """A prompt with more max_tokens than the model has room for is refused with both numbers."""
-    total = r.subject.info.max_model_len
+    total = r.subject.max_model_len
     sampling = sampling_pb2.SamplingParams(max_tokens=total, temperature=0)
     prompt = r.prompt(10)
     fault = await r.refused(
@@ -106,7 +106,7 @@ async def prompt_and_output_beyond_the_model(r: RouterHand) -> None:
 async def token_ids_outside_the_vocabulary(r: RouterHand) -> None:
     """A token id that is not below vocab_size is refused in the prompt, in earlier output and among
     stop ids."""
-    wrong = r.subject.info.vocab_size
+    wrong = r.subject.vocab_size
     prompt = inference_pb2.TokenIds(ids=[7, wrong])
     await r.refused(Reason.BAD_REQUEST, f"token_ids has {wrong}", token_ids=prompt)
     await r.refused(

@@ -70,6 +70,17 @@ def timings_without_those_of_prefill(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(timing, "_OF_PREFILL", ())
 
 
+@mutant("R305")
+def the_first_token_takes_as_long_as_the_answer(patch: pytest.MonkeyPatch) -> None:
+    right = timing.AnswerTimes.timings
+
+    def wrong(self, now):  # type: ignore[no-untyped-def]
+        self.first_token_at = now
+        return right(self, now)
+
+    patch.setattr(timing.AnswerTimes, "timings", wrong)
+
+
 @mutant("R306")
 def decode_is_said_to_have_prefilled(patch: pytest.MonkeyPatch) -> None:
     def change(self, message):  # type: ignore[no-untyped-def]
