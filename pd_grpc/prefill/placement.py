@@ -131,8 +131,9 @@ class Placement:
 
     def _ask(self, record: PrefillRecord, session: DecodeSession, now: float) -> None:
         left = record.left(now)
+        probe = self.pool.probes(record.key)
         # One that finds out whether D answers at all waits for no blocks.
-        wait_s = 0.0 if self.pool.probes(record.key) else left
+        max_wait_s = 0.0 if probe else left
         request = decode_pb2.AllocateRequest(
             session_id=session.session_id,
             ref=_ref(record.key, session.instance.epoch),
@@ -140,7 +141,7 @@ class Placement:
             max_new_tokens=record.max_new_tokens,
             prompt_digest=record.prompt_digest,
             sampling=record.request.sampling,
-            max_wait=duration(wait_s),
+            max_wait=duration(max_wait_s),
             budget=duration(left),
             kv_needed=record.kv_needed,
             scope=record.request.scope if record.request.HasField("scope") else None,
@@ -154,7 +155,9 @@ class Placement:
         if record.times.first_allocate is None:
             record.times.first_allocate = now
         self._requests.move(record, PrefillState.ALLOCATING, now)
-        timeout_s = wait_s + self._config.allocate_margin_s
+        timeout_s = left + self._config.allocate_margin_s
+        if probe:
+            timeout_s = min(timeout_s, self._config.call_s)
         ask = SendAllocate(
             record.key, record.ask, session.endpoint, session.link, request, timeout_s
         )

@@ -211,7 +211,7 @@ def test_a_probe_asks_for_an_answer_and_not_for_patience(world: World) -> None:
     world.call("t-1")
     probe = world.ask("t-1")
     assert seconds(probe.request.max_wait) == 0
-    assert probe.timeout_s == pytest.approx(world.config.allocate_margin_s)
+    assert probe.timeout_s == pytest.approx(world.config.call_s)
 
 
 def test_a_probe_that_finds_no_blocks_has_found_d_and_asks_again_first_of_all(

@@ -1,0 +1,54 @@
+"""S4: what goes wrong with one request fails that one with its cause, and P goes on."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+
+from pd_grpc.engine.base import EngineFault, PrefillChunk, Sampled
+from pd_grpc.engine.sim import SimEngine
+from pd_grpc.protocol.faults import Fault, Reason
+from tests.prefill.cluster import answer_to, request_to, running
+
+POISON = 666
+
+
+class Poisoned(SimEngine):
+    """Cannot compute a prompt that begins with one token."""
+
+    def prefill(
+        self, chunks: Sequence[PrefillChunk], layer_done: Callable[[int, int], None]
+    ) -> list[Sampled | None]:
+        if any(chunk.token_ids[0] == POISON for chunk in chunks):
+            raise EngineFault("the prompt is poison")
+        return super().prefill(chunks, layer_done)
+
+
+async def test_an_exception_fails_its_own_request_with_its_cause_and_no_other() -> None:
+    async with running() as cluster:
+        p, d = await cluster.prefill(engine=Poisoned), await cluster.decode()
+        good = [request_to(d, tokens=10, random_seed=n) for n in range(6)]
+        bad = request_to(d, tokens=10, random_seed=9)
+        bad.tokens[0] = POISON
+        outcomes = await asyncio.gather(
+            *(cluster.run(p, d, request) for request in [*good[:3], bad, *good[3:]])
+        )
+        prefill, generate = outcomes.pop(3)
+        for fault in (prefill.fault, generate.fault):
+            assert isinstance(fault, Fault)
+            assert (fault.reason, "poison" in fault.message) == (Reason.ENGINE_ERROR, True)
+        assert [generate.tokens for _, generate in outcomes] == [answer_to(r) for r in good]
+        await cluster.all_returned()
+        again = request_to(d, random_seed=10)
+        assert (await cluster.run(p, d, again))[1].tokens == answer_to(again)
+
+
+async def test_one_that_no_d_can_take_fails_while_others_are_prepared() -> None:
+    async with running() as cluster:
+        p, d = await cluster.prefill(), await cluster.decode(num_blocks=16)
+        good = [request_to(d, tokens=10, random_seed=n) for n in range(4)]
+        large = request_to(d, tokens=100)
+        outcomes = await asyncio.gather(*(cluster.run(p, d, r) for r in [large, *good]))
+        prefill, _ = outcomes.pop(0)
+        assert isinstance(prefill.fault, Fault) and prefill.fault.reason is Reason.TOO_LARGE
+        assert [generate.tokens for _, generate in outcomes] == [answer_to(r) for r in good]
