@@ -110,6 +110,17 @@ class KitPrefill:
         load: decode_pb2.Load = [m.load for m in self.heard if m.HasField("load")][-1]
         return load
 
+    def load_with(self, ack: decode_pb2.HeartbeatAck) -> decode_pb2.Load:
+        """D's load when it sent an ack: what it told right after it, or last where that had not
+        changed. Known for sure once the next ack is here."""
+        load = decode_pb2.Load()
+        for message in self.heard[self._joined_at :]:
+            if message.heartbeat_ack.sequence > ack.sequence:
+                break
+            if message.HasField("load"):
+                load = message.load
+        return load
+
     async def goodbye(self) -> None:
         """Leave on purpose."""
         self._beating = None

@@ -8,6 +8,7 @@ import time
 from pd_grpc.conformance.calls import Stream
 from pd_grpc.conformance.case import NotApplicable, answer_s, eventually, expect, expect_equal
 from pd_grpc.conformance.decode.cases.registry import DECODE_CASES as case
+from pd_grpc.conformance.decode.handover import HandOver
 from pd_grpc.conformance.decode.pool import fill, free, load_now, queued, request_of
 from pd_grpc.conformance.decode.prefill import KitPrefill
 from pd_grpc.conformance.decode.subject import DecodeHand
@@ -15,7 +16,9 @@ from pd_grpc.protocol.faults import Reason, read_status
 from pd_grpc.v1 import decode_pb2, sampling_pb2, types_pb2
 
 NO_GRANT = "kit-made-this-up"
-LONG_ANSWER = 500
+LONG_ANSWER = 2000
+TRIES = 5
+"""Answers that may be complete before D has been asked, on a machine that is busy."""
 
 
 @case(110, "Heartbeats renew the listed grants alone.")
@@ -29,10 +32,7 @@ async def heartbeats_renew_grants(d: DecodeHand) -> None:
     ack = await p.heartbeat(held.grant_id, lost.grant_id)
     expect_equal(list(ack.unknown_grant_ids), [lost.grant_id], "unknown_grant_ids")
     leg = d.generate(kept)
-    wanted = d.answer(kept)
-    await p.first_token(kept, held, wanted[0])
-    await p.send_kv(kept, held)
-    await leg.answers(wanted)
+    await HandOver(d, p, kept, held, leg).completes()
 
 
 @case(111, "D hands it back and draws nothing else from it.")
@@ -79,11 +79,10 @@ async def a_grant_handed_off_is_known(d: DecodeHand) -> None:
     """A heartbeat lists a grant whose transfer is handed off and waits for its client."""
     p = await d.prefill()
     request = d.request()
-    wanted = d.answer(request)
-    grant = await p.hand_over(request, wanted[0])
+    grant = await p.hand_over(request, d.first_token(request))
     ack = await p.heartbeat(grant.grant_id)
     expect_equal(list(ack.unknown_grant_ids), [], "unknown_grant_ids")
-    await d.generate(request).answers(wanted)
+    await HandOver(d, p, request, grant, d.generate(request)).answers()
 
 
 @case(
@@ -109,6 +108,7 @@ async def both_hear_of_a_lease_that_ends(d: DecodeHand) -> None:
 @case(116, "D's load, after the ack of a heartbeat before which it has changed.")
 async def load_follows_the_ack(d: DecodeHand) -> None:
     """Blocks are granted and given back; each time the next heartbeat brings the new count."""
+    d.needs_blocks(3)
     p = await d.prefill()
     total = d.subject.total_blocks
     for blocks in (3, 2):
@@ -166,8 +166,20 @@ async def a_beating_session_lives(d: DecodeHand) -> None:
 async def load_counts_who_decodes(d: DecodeHand) -> None:
     """A long answer is being decoded: the load counts it, and no more once its client has left."""
     p = await d.prefill()
-    room = d.subject.info.max_model_len or d.subject.total_blocks * d.block_size
-    output = min(LONG_ANSWER, d.subject.total_blocks * d.block_size // 2, room // 2)
+    for _ in range(TRIES):
+        load = await _load_amid_an_answer(d, p)
+        if load is not None:
+            break
+    else:
+        raise NotApplicable(f"each of {TRIES} answers was complete before D could be asked")
+    expect_equal(load.decoding_requests, 1, "decoding_requests")
+    await eventually(lambda: load_now(p), lambda now: not now.decoding_requests, "no transfer")
+
+
+async def _load_amid_an_answer(d: DecodeHand, p: KitPrefill) -> decode_pb2.Load | None:
+    """D's load while it decodes the longest answer there is room for, which its client then leaves;
+    None where that was complete already."""
+    output = max(2, min(LONG_ANSWER, d.subject.room_tokens - 4 * d.block_size))
     sampling = sampling_pb2.SamplingParams(max_tokens=output, temperature=0, ignore_eos=True)
     request = d.request(sampling=sampling)
     leg = d.generate(request)
@@ -176,12 +188,12 @@ async def load_counts_who_decodes(d: DecodeHand) -> None:
     await p.send_kv(request, grant)
     while len(leg.tokens) < 2:
         await leg.next()
-    counted = await load_now(p)
-    if leg.stream.is_over:
-        raise NotApplicable(f"{output} tokens were decoded before D could be asked")
-    expect_equal(counted.decoding_requests, 1, "decoding_requests")
+    # A grant that was handed off is known while its transfer lives, and this one decodes.
+    ack = await p.heartbeat(grant.grant_id)
+    await p.heartbeat(grant.grant_id)
     await leg.leave()
-    await eventually(lambda: load_now(p), lambda load: not load.decoding_requests, "no transfer")
+    p.held.discard(grant.grant_id)
+    return None if ack.unknown_grant_ids else p.load_with(ack)
 
 
 async def _welcomed(p: KitPrefill) -> Stream:
