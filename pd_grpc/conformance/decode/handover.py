@@ -58,9 +58,9 @@ class HandOver:
         await self.p.send_kv(self.request, self.grant)
 
     async def first_token(self, token: int | None = None, **fields: Any) -> types_pb2.TransferState:
-        """Hand over the first token, the right one unless given; returns D's state."""
+        """Hand over the first token, that of the answer unless given; returns D's state."""
         if token is None:
-            token = self.d.answer(self.request)[0]
+            token = self.d.first_token(self.request)
         return await self.p.first_token(self.request, self.grant, token, **fields)
 
     def first_token_message(self, **fields: Any) -> decode_pb2.SendFirstTokenRequest:
@@ -73,7 +73,7 @@ class HandOver:
         return await refusal(self.p.send_first(self.first_token_message(**fields)), reason, what)
 
     async def completes(self) -> None:
-        """It can still be handed over, and the answer is right."""
+        """It can still be handed over, and the answer comes to its end."""
         await self.first_token()
         await self.send_kv()
         await self.answers()
@@ -95,8 +95,9 @@ class HandOver:
         expect_equal(seen, state, "the state")
 
     async def answers(self) -> None:
-        """The client is shown the right answer to its end."""
-        await self.leg.answers(self.d.answer(self.request))
+        """The client is shown the answer to its end, from the first token of P's on."""
+        await self.d.answered(self.leg, self.request)
+        expect_equal(self.leg.tokens[0], self.d.first_token(self.request), "the first token")
 
 
 async def handed_off(d: DecodeHand, **options: Any) -> HandOver:
@@ -104,7 +105,7 @@ async def handed_off(d: DecodeHand, **options: Any) -> HandOver:
     p = await d.prefill()
     request = d.request()
     grant = await p.allocate(request, **options)
-    await p.first_token(request, grant, d.answer(request)[0])
+    await p.first_token(request, grant, d.first_token(request))
     await p.send_kv(request, grant)
     return HandOver(d, p, request, grant, None)
 

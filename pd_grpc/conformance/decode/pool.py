@@ -22,7 +22,7 @@ def request_of(d: DecodeHand, blocks: int, **fields: Any) -> Request:
 async def fill(d: DecodeHand, p: KitPrefill, *pieces: int, leave: int = 0) -> list[Request]:
     """Take every block but `leave`: a transfer for each of `pieces`, in blocks, and then as many as
     the rest needs. P's heartbeats keep the grants."""
-    longest = max(1, d.subject.info.max_model_len // d.block_size) or d.subject.total_blocks
+    longest = max(1, d.subject.room_tokens // d.block_size)
     rest = d.subject.total_blocks - leave - sum(pieces)
     wanted = [*pieces]
     while rest > 0:

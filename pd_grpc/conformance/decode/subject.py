@@ -10,9 +10,11 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from typing import Any
 
+import grpc.aio
+
 from pd_grpc.conformance.calls import answer
 from pd_grpc.conformance.case import LOOK_AGAIN_S, Broken, NotApplicable, answer_s, expect
-from pd_grpc.conformance.channels import connect, new_epoch
+from pd_grpc.conformance.channels import CHANNEL_OPTIONS, connect, new_epoch
 from pd_grpc.conformance.client import ClientLeg
 from pd_grpc.conformance.decode.prefill import KitPrefill
 from pd_grpc.conformance.kv import KvRule
@@ -78,6 +80,13 @@ class DecodeSubject:
         t = self.times
         waits = t.lease + t.grace + 2 * t.heartbeat + t.kv_progress + t.first_token + t.attach
         return 6 * answer_s() + 3 * waits
+
+    @property
+    def room_tokens(self) -> int:
+        """Most tokens of prompt plus output of one request: what the pool holds, or what the model
+        takes where D tells that and it is less."""
+        pool = self.total_blocks * self.layout.block_size
+        return min(pool, self.info.max_model_len or pool)
 
     @property
     def room_tokens(self) -> int:
@@ -206,6 +215,12 @@ class DecodeHand:
         if total < blocks:
             raise NotApplicable(f"the case needs {blocks} blocks; D has {total}")
 
+    def needs_blocks(self, blocks: int) -> None:
+        """NotApplicable for a D whose pool has fewer."""
+        total = self.subject.total_blocks
+        if total < blocks:
+            raise NotApplicable(f"the case needs {blocks} blocks; D has {total}")
+
     def new_prefill(self, name: str = "", epoch: int = 0, **options: Any) -> KitPrefill:
         """A P that has not joined yet; see `Prefill` for the options."""
         instance = types_pb2.Instance(
@@ -247,6 +262,13 @@ class DecodeHand:
         self._legs.append(leg)
         return leg
 
+    @contextlib.asynccontextmanager
+    async def channel_with(self, options: tuple[tuple[str, int], ...]) -> AsyncIterator[Any]:
+        """A channel of its own to D; its calls are cancelled when it is closed."""
+        own = (*CHANNEL_OPTIONS, *options)
+        async with grpc.aio.insecure_channel(self.subject.endpoint, options=own) as channel:
+            yield self.transcript.channel(channel)
+
     async def arrived(self) -> None:
         """One round trip: D has before it what was sent before on the channel of clients and Ps."""
         request = inference_pb2.GetModelInfoRequest()
@@ -259,6 +281,25 @@ class DecodeHand:
         if not self.rule.is_sim:
             raise NotApplicable(f"the answers of {self.rule.layout.model} are not known to the kit")
         return self.rule.answer(request.prompt, request.sampling, request.generated)
+
+    def output(self, request: Request, tokens: int) -> list[int]:
+        """What the answer begins with: the right tokens where the kit knows the model, otherwise
+        tokens of the vocabulary that end nothing."""
+        if self.rule.is_sim:
+            return self.answer(request)[:tokens]
+        return request.prompt[:tokens]
+
+    def first_token(self, request: Request) -> int:
+        """The token that P hands over first."""
+        return self.output(request, 1)[0]
+
+    async def answered(self, leg: ClientLeg, request: Request) -> None:
+        """Read to the end, which must be OK. Broken unless every token is right where the kit knows
+        the model, and unless there is one where it does not."""
+        if self.rule.is_sim:
+            await leg.answers(self.answer(request))
+        else:
+            expect(bool(await leg.finished()), "at least one token", "none")
 
     def output(self, request: Request, tokens: int) -> list[int]:
         """What the answer begins with: the right tokens where the kit knows the model, otherwise

@@ -38,6 +38,7 @@ async def health_of_a_running_instance(d: DecodeHand) -> None:
 @case(901, "Blocks of the pool by state; states without blocks are left out. The sum is the pool.")
 async def server_info_counts_the_pool(d: DecodeHand) -> None:
     """GetServerInfo is asked while three blocks are granted: it names D and counts every block."""
+    d.needs_blocks(3)
     info = await _server_info(d)
     expect_equal(info.instance, d.subject.instance, "instance, that of Welcome,")
     expect_equal(info.health, admin_pb2.HEALTH_SERVING, "health")
@@ -52,6 +53,7 @@ async def server_info_counts_the_pool(d: DecodeHand) -> None:
 @case(902, "Oldest first.")
 async def transfers_in_flight_are_listed(d: DecodeHand) -> None:
     """Three transfers begin and one ends: the other two are listed, oldest first."""
+    d.needs_blocks(6)
     p = await d.prefill()
     requests = [d.request() for _ in range(3)]
     for request in requests:
@@ -65,6 +67,7 @@ async def transfers_in_flight_are_listed(d: DecodeHand) -> None:
 @case(903, "From the previous answer; empty starts at the beginning.")
 async def pages_follow_each_other(d: DecodeHand) -> None:
     """Three transfers are listed one on a page: every page has the next, the last no token."""
+    d.needs_blocks(6)
     p = await d.prefill()
     requests = [d.request() for _ in range(3)]
     for request in requests:
@@ -93,6 +96,7 @@ async def transfers_of_one_state(d: DecodeHand) -> None:
 @case(905, "The other instance: P's name on D, empty until its Allocate has come")
 async def a_transfer_as_an_operator_sees_it(d: DecodeHand) -> None:
     """GetTransfer of one in flight tells its state, blocks, P, prompt and name."""
+    d.needs_blocks(2)
     p = await d.prefill()
     request = request_of(d, 2, request_id=d.name("r"))
     await p.allocate(request)

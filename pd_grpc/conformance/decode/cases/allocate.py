@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from pd_grpc.conformance.calls import check_field, check_metadata
-from pd_grpc.conformance.case import NotApplicable, answer_s, expect, expect_equal
+from pd_grpc.conformance.case import NotApplicable, answer_s, expect, expect_equal, soon_s
 from pd_grpc.conformance.decode.cases.registry import DECODE_CASES as case
+from pd_grpc.conformance.decode.handover import HandOver
 from pd_grpc.conformance.decode.pool import fill, load_now, request_of, wait_in_queue
 from pd_grpc.conformance.decode.prefill import wanted_blocks
 from pd_grpc.conformance.decode.subject import DecodeHand
@@ -19,6 +20,7 @@ from pd_grpc.v1 import decode_pb2, layout_pb2, sampling_pb2, types_pb2
 @case(200, "Logical blocks D wants; what is missing here D holds already.")
 async def every_block_of_a_cold_prompt(d: DecodeHand) -> None:
     """Prompts never sent before, of lengths around whole blocks: every block is wanted."""
+    d.needs_blocks(4)
     p = await d.prefill()
     size = d.block_size
     for tokens in sorted({1, max(1, size - 1), size, size + 1, 3 * size, 3 * size + 1}):
@@ -129,8 +131,7 @@ async def a_prompt_longer_than_the_model(d: DecodeHand) -> None:
 async def larger_than_the_pool(d: DecodeHand) -> None:
     """Prompt and output that fill the pool or the model are granted; one token more is not."""
     p = await d.prefill()
-    longest = d.subject.info.max_model_len or 2**31
-    room = min(d.subject.total_blocks * d.block_size, longest)
+    room = d.subject.room_tokens
     output = max(1, d.block_size // 2)
     request = _of_length(d, room - output, output)
     await p.allocate(request)
@@ -182,10 +183,7 @@ async def another_body(d: DecodeHand) -> None:
     ]
     for body in bodies:
         await p.allocate_refused(request, Reason.DUPLICATE_TRANSFER, "another body", **body)
-    wanted = d.answer(request)
-    await p.first_token(request, grant, wanted[0])
-    await p.send_kv(request, grant)
-    await leg.answers(wanted)
+    await HandOver(d, p, request, grant, leg).completes()
 
 
 @case(214, "0 is over already, STAGE_DEADLINE.")
@@ -205,7 +203,7 @@ async def asking_again_with_less_budget(d: DecodeHand) -> None:
     p = await d.prefill()
     request = d.request()
     grant = await p.allocate(request)
-    short = 0.4
+    short = soon_s()
     await p.allocate(request, budget=duration(short))
     await p.allocate(request, budget=duration(60))
     ended = await p.told_of(request, f"the end of {grant.grant_id}", short + answer_s())
@@ -231,7 +229,7 @@ async def no_kv_needed(d: DecodeHand) -> None:
     expect(not grant.wanted and not grant.shards, "no blocks wanted and no shards", grant)
     load = await load_now(p)
     expect_equal(load.free_blocks, load.total_blocks, "free_blocks")
-    token = d.answer(request)[0]
+    token = d.first_token(request)
     finished = types_pb2.FINISH_REASON_LENGTH
     state = await p.first_token(request, grant, token, finish_reason=finished)
     expect_equal(state, types_pb2.TRANSFER_STATE_FINISHED, "state")
@@ -253,6 +251,7 @@ async def no_kv_needed_when_the_pool_is_full(d: DecodeHand) -> None:
 async def block_hashes_of_an_unknown_prompt(d: DecodeHand) -> None:
     """Hashes of blocks that D has never seen bring nothing: every block is wanted."""
     p = await d.prefill()
+    d.needs_blocks(4)
     request = d.request(3 * d.block_size)
     hashes = [decode_pb2.BlockHash(hash=bytes([n]) * 16) for n in range(3)]
     grant = await p.allocate(request, block_hashes=hashes)

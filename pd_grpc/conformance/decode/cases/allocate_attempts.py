@@ -5,6 +5,7 @@ from __future__ import annotations
 from pd_grpc.conformance.calls import check_fault, check_metadata, refusal
 from pd_grpc.conformance.case import expect_equal
 from pd_grpc.conformance.decode.cases.registry import DECODE_CASES as case
+from pd_grpc.conformance.decode.handover import HandOver
 from pd_grpc.conformance.decode.pool import fill, free, granted, load_now, wait_in_queue
 from pd_grpc.conformance.decode.prefill import KitPrefill
 from pd_grpc.conformance.decode.subject import DecodeHand
@@ -26,10 +27,7 @@ async def a_greater_attempt(d: DecodeHand) -> None:
     await _told(p, request)
     await free(p, one)
     second = d.generate(newer)
-    wanted = d.answer(newer)
-    await p.first_token(newer, grant, wanted[0])
-    await p.send_kv(newer, grant)
-    await second.answers(wanted)
+    await HandOver(d, p, newer, grant, second).completes()
 
 
 @case(

@@ -8,6 +8,7 @@ import time
 from pd_grpc.conformance.calls import refusal
 from pd_grpc.conformance.case import NotApplicable, answer_s
 from pd_grpc.conformance.decode.cases.registry import DECODE_CASES as case
+from pd_grpc.conformance.decode.handover import HandOver
 from pd_grpc.conformance.decode.pool import fill, queued, wait_in_queue
 from pd_grpc.conformance.decode.subject import DecodeHand
 from pd_grpc.protocol.faults import Reason
@@ -23,10 +24,7 @@ async def back_within_grace(d: DecodeHand) -> None:
     await p.break_session()
     await d.arrived()
     await p.join()
-    wanted = d.answer(request)
-    await p.first_token(request, grant, wanted[0])
-    await p.send_kv(request, grant)
-    await leg.answers(wanted)
+    await HandOver(d, p, request, grant, leg).completes()
 
 
 @case(171, "If none comes they fail with PREFILL_LOST.")
@@ -115,11 +113,10 @@ async def goodbye_spares_what_was_handed_off(d: DecodeHand) -> None:
     """P says goodbye after the hand-off: a client that comes then gets the whole answer."""
     p = await d.prefill()
     request = d.request()
-    wanted = d.answer(request)
-    await p.hand_over(request, wanted[0])
+    grant = await p.hand_over(request, d.first_token(request))
     await p.goodbye()
     await p.session.fine("the session ends after goodbye")
-    await d.generate(request).answers(wanted)
+    await HandOver(d, p, request, grant, d.generate(request)).answers()
 
 
 def _leases_outlive_grace(d: DecodeHand) -> None:

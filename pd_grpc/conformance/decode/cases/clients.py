@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from pd_grpc.conformance.calls import check_fault
 from pd_grpc.conformance.case import NotApplicable, answer_s, expect, expect_equal
 from pd_grpc.conformance.client import ClientLeg
@@ -13,7 +11,7 @@ from pd_grpc.conformance.decode.handover import HandOver, granted, handed_off
 from pd_grpc.conformance.decode.subject import DecodeHand
 from pd_grpc.conformance.request import BUDGET_S
 from pd_grpc.protocol.faults import Code, Fault, Reason
-from pd_grpc.v1 import decode_pb2, types_pb2
+from pd_grpc.v1 import decode_pb2, inference_pb2_grpc, types_pb2
 
 EITHER = "Either leg may come first."
 ABSENT = (
@@ -24,6 +22,9 @@ TOO_LATE = (
     "On D a hand-over that has ended is answered with its end, or ABORTED with RELEASED where that "
     "had no fault"
 )
+
+SMALL_WINDOW = (("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_bytes", 64))
+"""A client that takes no more than 64 bytes before it reads; by default that may be megabytes."""
 
 
 @case(601, EITHER)
@@ -75,7 +76,7 @@ async def a_request_id_in_flight(d: DecodeHand) -> None:
     second = d.generate(request, local=True)
     await second.fails(Reason.DUPLICATE_REQUEST, "its name is in flight")
     await p.release(held)
-    await first.answers(d.answer(request))
+    await d.answered(first, request)
 
 
 @case(605, ABSENT)
@@ -134,16 +135,23 @@ async def a_client_of_a_released_transfer(d: DecodeHand) -> None:
 
 @case(610, "A slow reader gets fewer, larger messages.")
 async def a_slow_reader(d: DecodeHand) -> None:
-    """The client reads nothing until the whole answer is there, and then every token of it."""
+    """The client has room for a few tokens and reads nothing until the answer is complete: then it
+    gets every token, in fewer messages than half of them."""
+    d.needs_blocks(6)
     p = await d.prefill()
     request = d.request()
     request.sampling.max_tokens = 4 * d.block_size
-    call: Any = d.inference.Generate(request.generate(), timeout=BUDGET_S)
-    grant = await p.hand_over(request, d.answer(request)[0])
-    h = HandOver(d, p, request, grant, None)
-    await h.ends_as(types_pb2.TRANSFER_STATE_FINISHED)
-    h.client = ClientLeg(call, d.transcript)
-    await h.answers()
+    request.sampling.ignore_eos = True
+    async with d.channel_with(SMALL_WINDOW) as channel:
+        stub = inference_pb2_grpc.InferenceServiceStub(channel)
+        call = stub.Generate(request.generate(), timeout=BUDGET_S)
+        grant = await p.hand_over(request, d.first_token(request))
+        h = HandOver(d, p, request, grant, None)
+        await h.ends_as(types_pb2.TRANSFER_STATE_FINISHED)
+        h.client = ClientLeg(call, d.transcript)
+        await h.answers()
+    messages, tokens = len(h.leg.messages), len(h.leg.tokens)
+    expect(messages < tokens / 2, f"fewer than {tokens // 2} messages of {tokens} tokens", messages)
 
 
 @case(611, "Unset on D means that D prefills it itself, the aggregated mode.")
@@ -162,7 +170,8 @@ async def usage_in_the_aggregated_mode(d: DecodeHand) -> None:
     """The last message of either mode has the same counts."""
     await _prefills_itself(d)
     request = d.request()
-    request.generated = d.answer(request)[:2]
+    request.sampling.ignore_eos = True
+    request.generated = d.output(request, 2)
     local = d.generate(request, local=True)
     await local.finished()
     h = await granted(d, request)

@@ -15,6 +15,7 @@ from pd_grpc.conformance.calls import check_fault, if_served, refusal
 from pd_grpc.conformance.case import Broken, NotApplicable, answer_s, expect, expect_equal
 from pd_grpc.conformance.client import ClientLeg
 from pd_grpc.conformance.decode.cases.registry import DECODE_CASES as case
+from pd_grpc.conformance.decode.handover import HandOver
 from pd_grpc.conformance.decode.pool import fill, wait_in_queue
 from pd_grpc.conformance.decode.prefill import KitPrefill
 from pd_grpc.conformance.decode.subject import DecodeHand
@@ -157,6 +158,7 @@ class _Drain:
     async def run(self) -> None:
         """Drain D and look. NotApplicable when it cannot be drained over gRPC."""
         d = self._d
+        d.needs_blocks(4)
         p, other = await d.prefill(), await d.prefill()
         running, left = (await fill(d, p, 2, 2))[:2]
         legs = [d.generate(request) for request in (running, left)]
@@ -246,10 +248,7 @@ class _Drain:
     async def _finished(
         self, p: KitPrefill, request: Request, grant: decode_pb2.AllocateResponse, leg: ClientLeg
     ) -> None:
-        wanted = self._d.answer(request)
-        await p.first_token(request, grant, wanted[0])
-        await p.send_kv(request, grant)
-        await leg.answers(wanted)
+        await HandOver(self._d, p, request, grant, leg).completes()
 
     async def _left(self, p: KitPrefill, request: Request, leg: ClientLeg) -> None:
         await self._drain(0)

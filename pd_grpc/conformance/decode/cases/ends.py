@@ -7,7 +7,7 @@ import asyncio
 from google.rpc import code_pb2, status_pb2
 
 from pd_grpc.conformance.calls import check_fault, check_metadata, refusal
-from pd_grpc.conformance.case import NotApplicable, answer_s, expect_equal
+from pd_grpc.conformance.case import NotApplicable, answer_s, expect_equal, soon_s
 from pd_grpc.conformance.decode import pool
 from pd_grpc.conformance.decode.cases.registry import DECODE_CASES as case
 from pd_grpc.conformance.decode.handover import granted
@@ -192,8 +192,9 @@ async def prefills_name_the_process(d: DecodeHand) -> None:
 @case(517, "No transfer outlives its budget before hand-off: STAGE_DEADLINE.")
 async def the_budget_of_a_grant(d: DecodeHand) -> None:
     """The budget ends while D waits for KV: client and P hear of it, and of the stage."""
-    h = await granted(d, budget=duration(0.4))
-    fault = await h.leg.fails(Reason.STAGE_DEADLINE, "the budget is over", 0.4 + answer_s())
+    budget = soon_s()
+    h = await granted(d, budget=duration(budget))
+    fault = await h.leg.fails(Reason.STAGE_DEADLINE, "the budget is over", budget + answer_s())
     check_metadata(fault, stage="transfer")
     ended = await h.p.told_of(h.request, "transfer_ended, for the budget is over")
     expect_equal(ended.state, FAILED, "state")
@@ -213,6 +214,7 @@ async def what_comes_after_a_whole_answer(d: DecodeHand) -> None:
 @case(519, "Gives a transfer back, with the cause for D's own client leg.")
 async def blocks_go_back(d: DecodeHand) -> None:
     """What one transfer gives back is granted at once to one that waits, KV or not."""
+    d.needs_blocks(2)
     p = await d.prefill()
     h = await granted(d, pool.request_of(d, 2), p=p)
     transfer = await h.receiving()

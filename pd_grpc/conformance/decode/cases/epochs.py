@@ -7,6 +7,7 @@ import asyncio
 from pd_grpc.conformance.calls import check_metadata, refusal
 from pd_grpc.conformance.case import expect_equal
 from pd_grpc.conformance.decode.cases.registry import DECODE_CASES as case
+from pd_grpc.conformance.decode.handover import HandOver
 from pd_grpc.conformance.decode.prefill import KitPrefill
 from pd_grpc.conformance.decode.subject import DecodeHand
 from pd_grpc.conformance.request import Request
@@ -128,10 +129,7 @@ async def grants_go_over_to_the_new_session(d: DecodeHand) -> None:
     leg = d.generate(request)
     grant = await p.allocate(request)
     await p.join()
-    wanted = d.answer(request)
-    await p.first_token(request, grant, wanted[0])
-    await p.send_kv(request, grant)
-    await leg.answers(wanted)
+    await HandOver(d, p, request, grant, leg).completes()
 
 
 @case(158, "The newest session of an epoch owns all its grants and renews them when it begins")
@@ -167,14 +165,11 @@ async def a_transfer_of_another(d: DecodeHand) -> None:
     request = d.request()
     leg = d.generate(request)
     grant = await p.allocate(request)
-    wanted = d.answer(request)
     await other.allocate_refused(request, Reason.NOT_OWNER, "Allocate of another's transfer")
-    first = other.first_token_message(request, grant, wanted[0])
+    first = other.first_token_message(request, grant, d.first_token(request))
     await refusal(other.send_first(first), Reason.NOT_OWNER, "SendFirstToken of another's")
     await refusal(other.give_back(request), Reason.NOT_OWNER, "Release of another's transfer")
-    await p.first_token(request, grant, wanted[0])
-    await p.send_kv(request, grant)
-    await leg.answers(wanted)
+    await HandOver(d, p, request, grant, leg).completes()
 
 
 async def _still_granted(

@@ -27,7 +27,7 @@ async def before_the_kv(d: DecodeHand) -> None:
     h = await granted(d)
     await h.first_token()
     await h.leg.next()
-    expect_equal(h.leg.tokens, d.answer(h.request)[:1], "the tokens shown before any KV")
+    expect_equal(h.leg.tokens, [d.first_token(h.request)], "the tokens shown before any KV")
     await h.leg.shows_nothing(quiet_s(), "no second token without KV")
     await h.send_kv()
     await h.answers()
@@ -78,7 +78,7 @@ async def another_token(d: DecodeHand) -> None:
     """Another first token is refused, and the first is unharmed."""
     h = await granted(d)
     await h.first_token()
-    right = d.answer(h.request)[0]
+    right = d.first_token(h.request)
     other = decode_pb2.FirstToken(token_id=(right + 1) % d.subject.info.vocab_size)
     await h.first_token_refused(Reason.DUPLICATE_TRANSFER, "another first token", tokens=[other])
     await h.send_kv()

@@ -109,8 +109,7 @@ async def a_name_too_long(d: DecodeHand) -> None:
 async def larger_than_the_pool(d: DecodeHand) -> None:
     """A client asks for more tokens than D has room for, and hears how many there are."""
     request = d.request()
-    room = min(d.subject.total_blocks * d.block_size, d.subject.info.max_model_len)
-    request.sampling.max_tokens = room
+    request.sampling.max_tokens = d.subject.room_tokens
     fault = await d.generate(request).fails(Reason.TOO_LARGE, "it could never fit")
     for name in ("needed", "total"):
         if not fault.metadata.get(name, "").isdecimal():

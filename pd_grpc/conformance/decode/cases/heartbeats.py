@@ -105,7 +105,10 @@ async def both_hear_of_a_lease_that_ends(d: DecodeHand) -> None:
     expect(expired, "a status with LEASE_EXPIRED", fault)
 
 
-@case(116, "D's load, after the ack of a heartbeat before which it has changed.")
+@case(
+    116,
+    "D's load, after the ack of the first heartbeat and of each one before which it has changed.",
+)
 async def load_follows_the_ack(d: DecodeHand) -> None:
     """Blocks are granted and given back; each time the next heartbeat brings the new count."""
     d.needs_blocks(3)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pd_grpc.conformance.calls import check_metadata, refusal
-from pd_grpc.conformance.case import NotApplicable, expect_equal
+from pd_grpc.conformance.case import NotApplicable, expect_equal, soon_s
 from pd_grpc.conformance.decode import pool
 from pd_grpc.conformance.decode.cases.registry import DECODE_CASES as case
 from pd_grpc.conformance.decode.handover import HandOver, granted, handed_off
@@ -18,7 +18,11 @@ STAGES = (
     "on D prefill (its client waits for P), allocate, transfer, first_token, attach or"
     " decode; read where the caller did not take its answer."
 )
-DEADLINE_S = 0.8
+
+
+def deadline_s() -> float:
+    """A client's time that is over soon, yet not before it has come that far."""
+    return 2 * soon_s()
 
 
 @case(620, GONE)
@@ -80,8 +84,7 @@ async def while_the_first_token_is_awaited(d: DecodeHand) -> None:
 async def while_it_decodes(d: DecodeHand) -> None:
     """The client leaves in the middle of a long answer, which ends without being finished."""
     request = d.request()
-    room = d.subject.total_blocks * d.block_size
-    request.sampling.max_tokens = min(room, d.subject.info.max_model_len) - len(request.tokens)
+    request.sampling.max_tokens = d.subject.room_tokens - len(request.tokens)
     request.sampling.ignore_eos = True
     h = await granted(d, request)
     await h.first_token(h.any_token)
@@ -99,7 +102,7 @@ async def while_it_decodes(d: DecodeHand) -> None:
 )
 async def time_is_over_while_p_is_expected(d: DecodeHand) -> None:
     """No P ever asks; the client hears of the stage before its own timer fires."""
-    leg = d.generate(d.request(), timeout_s=DEADLINE_S)
+    leg = d.generate(d.request(), timeout_s=deadline_s())
     fault = await leg.fails(Reason.STAGE_DEADLINE, "the client's time is nearly over")
     check_metadata(fault, stage="prefill")
 
@@ -110,7 +113,7 @@ async def time_is_over_while_it_waits_for_blocks(d: DecodeHand) -> None:
     p = await d.prefill()
     await pool.fill(d, p)
     request = d.request()
-    leg = d.generate(request, timeout_s=DEADLINE_S)
+    leg = d.generate(request, timeout_s=deadline_s())
     await d.arrived()
     waiting = await pool.wait_in_queue(p, request, 0)
     fault = await leg.fails(Reason.STAGE_DEADLINE, "the client's time is nearly over")
@@ -124,7 +127,7 @@ async def a_client_shortens_the_budget(d: DecodeHand) -> None:
     p = await d.prefill()
     request = d.request()
     h = HandOver(d, p, request, await p.allocate(request), None)
-    h.client_comes(timeout_s=DEADLINE_S)
+    h.client_comes(timeout_s=deadline_s())
     fault = await h.leg.fails(Reason.STAGE_DEADLINE, "the client's time is nearly over")
     check_metadata(fault, stage="transfer")
     ended = await p.told_of(request, "transfer_ended, for the client's time is over")
@@ -134,12 +137,12 @@ async def a_client_shortens_the_budget(d: DecodeHand) -> None:
 @case(633, STAGES)
 async def time_is_over_while_the_first_token_is_awaited(d: DecodeHand) -> None:
     """The client's time ends when all KV is there and no first token is."""
-    if d.times.first_token <= DEADLINE_S:
+    if d.times.first_token <= deadline_s():
         raise NotApplicable("the first token is not awaited for longer than the client has time")
     p = await d.prefill()
     request = d.request()
     h = HandOver(d, p, request, await p.allocate(request), None)
-    h.client_comes(timeout_s=DEADLINE_S)
+    h.client_comes(timeout_s=deadline_s())
     await h.send_kv()
     fault = await h.leg.fails(Reason.STAGE_DEADLINE, "the client's time is nearly over")
     check_metadata(fault, stage="first_token")
@@ -148,9 +151,9 @@ async def time_is_over_while_the_first_token_is_awaited(d: DecodeHand) -> None:
 @case(634, STAGES)
 async def time_is_over_while_the_client_is_awaited(d: DecodeHand) -> None:
     """All was handed over and the budget ends; the client who comes too late hears of the stage."""
-    if d.times.attach <= DEADLINE_S:
+    if d.times.attach <= deadline_s():
         raise NotApplicable("a client is not awaited for longer than the budget")
-    h = await handed_off(d, budget=duration(DEADLINE_S))
+    h = await handed_off(d, budget=duration(deadline_s()))
     await h.ends_as(types_pb2.TRANSFER_STATE_FAILED)
     fault = await h.client_comes().fails(Reason.STAGE_DEADLINE, "the budget was over")
     check_metadata(fault, stage="attach")

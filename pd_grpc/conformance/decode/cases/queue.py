@@ -18,9 +18,11 @@ from pd_grpc.conformance.case import (
     eventually,
     expect,
     expect_equal,
+    soon_s,
     within,
 )
 from pd_grpc.conformance.decode.cases.registry import DECODE_CASES as case
+from pd_grpc.conformance.decode.handover import HandOver
 from pd_grpc.conformance.decode.pool import (
     expect_waiting,
     fill,
@@ -38,9 +40,6 @@ from pd_grpc.protocol.faults import Fault, Reason, TransportFault
 from pd_grpc.protocol.messages import duration
 from pd_grpc.protocol.rpc import read_error
 from pd_grpc.v1 import decode_pb2
-
-SHORT_S = 0.2
-"""A wait, or a budget, that is over soon."""
 
 TRIES = 3
 """Calls of which one must be answered in its last 100 ms; a busy machine may be late for some."""
@@ -78,11 +77,11 @@ async def the_wait_is_over(d: DecodeHand) -> None:
     """The pool stays full: an Allocate is refused after its max_wait and not before."""
     p = await d.prefill()
     await fill(d, p)
-    began = time.monotonic()
+    began, wait = time.monotonic(), soon_s()
     request = d.request()
-    await refusal(p.ask(request, max_wait=duration(SHORT_S)), Reason.NO_BLOCKS, "the wait is over")
+    await refusal(p.ask(request, max_wait=duration(wait)), Reason.NO_BLOCKS, "the wait is over")
     took = time.monotonic() - began
-    expect(took >= SHORT_S, f"a refusal after {SHORT_S} s", f"one after {took:.3f} s")
+    expect(took >= wait, f"a refusal after {wait:g} s", f"one after {took:.3f} s")
     await queued(p, 0)
 
 
@@ -97,7 +96,7 @@ async def the_call_ends_before_the_wait(d: DecodeHand) -> None:
     await fill(d, p)
     fault: Fault | TransportFault | None = None
     for _ in range(TRIES):
-        call = p.ask(d.request(), timeout_s=2 * SHORT_S, max_wait=duration(30))
+        call = p.ask(d.request(), timeout_s=soon_s(), max_wait=duration(30))
         try:
             await within(None, call, "the end of a call that has a deadline")
         except grpc.RpcError as error:
@@ -110,6 +109,7 @@ async def the_call_ends_before_the_wait(d: DecodeHand) -> None:
 @case(244, "Waits up to max_wait, first in and first out")
 async def first_in_first_out(d: DecodeHand) -> None:
     """Three wait for two blocks each; as two come back, and two again, they are served in order."""
+    d.needs_blocks(6)
     p = await d.prefill()
     holders = (await fill(d, p, 2, 2, 2))[:3]
     waiting: list[Any] = []
@@ -129,6 +129,7 @@ async def first_in_first_out(d: DecodeHand) -> None:
 )
 async def a_small_one_behind_a_large_one(d: DecodeHand) -> None:
     """A large Allocate waits, a small one behind it that would fit: neither is granted."""
+    d.needs_blocks(4)
     p = await d.prefill()
     small_holder, large_holder = (await fill(d, p, 1, 3))[:2]
     large = await wait_in_queue(p, request_of(d, 4), 0)
@@ -150,6 +151,7 @@ async def a_small_one_behind_a_large_one(d: DecodeHand) -> None:
 )
 async def a_newcomer_that_would_fit(d: DecodeHand) -> None:
     """A large Allocate waits while a block is free: one that asks for a block now is refused."""
+    d.needs_blocks(2)
     p = await d.prefill()
     await fill(d, p, leave=1)
     large = await wait_in_queue(p, request_of(d, 2), 0)
@@ -171,7 +173,7 @@ async def repeated_calls_wait_together(d: DecodeHand) -> None:
     request = d.request()
     first = await wait_in_queue(p, request, 0)
     second = p.ask(request)
-    short = p.ask(request, max_wait=duration(SHORT_S))
+    short = p.ask(request, max_wait=duration(soon_s() / 2))
     await refusal(short, Reason.NO_BLOCKS, "the call that waits for less")
     for call in (first, second):
         expect_waiting(call, "the calls that wait for longer")
@@ -223,12 +225,11 @@ async def asking_again_after_a_refusal(d: DecodeHand) -> None:
     request = d.request()
     leg = d.generate(request)
     await p.allocate_refused(request, Reason.NO_BLOCKS, "no wait", max_wait=None)
-    short = p.ask(request, max_wait=duration(SHORT_S / 2))
+    short = p.ask(request, max_wait=duration(soon_s() / 2))
     await refusal(short, Reason.NO_BLOCKS, "the wait is over")
     await _release(p, holders)
-    wanted = d.answer(request)
-    await p.hand_over(request, wanted[0])
-    await leg.answers(wanted)
+    grant = await p.hand_over(request, d.first_token(request))
+    await HandOver(d, p, request, grant, leg).answers()
 
 
 @case(251, 'DEADLINE_EXCEEDED with STAGE_DEADLINE and the stage "allocate" when the budget is over')
@@ -236,7 +237,7 @@ async def the_budget_is_over(d: DecodeHand) -> None:
     """An Allocate waits for longer than its budget: it is refused when that is over."""
     p = await d.prefill()
     await fill(d, p)
-    call = p.ask(d.request(), budget=duration(SHORT_S))
+    call = p.ask(d.request(), budget=duration(soon_s()))
     fault = await refusal(call, Reason.STAGE_DEADLINE, "the budget is over")
     check_metadata(fault, stage="allocate")
     await queued(p, 0)
@@ -248,7 +249,7 @@ async def a_budget_is_not_lengthened(d: DecodeHand) -> None:
     p = await d.prefill()
     await fill(d, p)
     request = d.request()
-    first = p.ask(request, budget=duration(2 * SHORT_S))
+    first = p.ask(request, budget=duration(soon_s()))
     second = p.ask(request, budget=duration(60))
     for call in (first, second):
         await refusal(call, Reason.STAGE_DEADLINE, "the budget of the first call")

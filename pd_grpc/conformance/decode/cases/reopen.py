@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from pd_grpc.conformance.case import answer_s, expect, expect_equal, quiet_s
+from pd_grpc.conformance.case import answer_s, expect, expect_equal, quiet_s, soon_s
 from pd_grpc.conformance.decode.cases.registry import DECODE_CASES as case
 from pd_grpc.conformance.decode.handover import HandOver, granted
 from pd_grpc.conformance.decode.subject import DecodeHand
@@ -129,8 +129,9 @@ async def prefill_lost(d: DecodeHand) -> None:
 @case(358, CLOSED)
 async def budget_over(d: DecodeHand) -> None:
     """The budget ends while the stream is open."""
-    h = await granted(d, budget=duration(0.4))
-    limit = 0.4 + answer_s()
+    budget = soon_s()
+    h = await granted(d, budget=duration(budget))
+    limit = budget + answer_s()
     transfer = await h.receiving()
     fault = await transfer.refused(Reason.STAGE_DEADLINE, "the budget is over", limit)
     expect_equal(fault.metadata.get("stage"), "transfer", "the stage")

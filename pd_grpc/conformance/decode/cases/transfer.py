@@ -60,6 +60,7 @@ async def acks_name_what_was_sent(d: DecodeHand) -> None:
 @case(304, "One chunk may always be under way, however large")
 async def a_chunk_larger_than_the_window(d: DecodeHand) -> None:
     """All KV comes in one chunk that is larger than the window."""
+    d.needs_blocks(4)
     h = await granted(d, d.request(3 * d.block_size))
     transfer = await h.p.open(h.request, h.grant)
     window = (await transfer.opened()).window_bytes
@@ -79,7 +80,10 @@ async def a_chunk_larger_than_the_window(d: DecodeHand) -> None:
 )
 async def several_layers_to_a_chunk(d: DecodeHand) -> None:
     """Chunks carry several layers of several blocks; the answer is right."""
-    h = await granted(d, d.request(3 * d.block_size + 1))
+    d.needs_blocks(4)
+    request = d.request(3 * d.block_size + 1)
+    d.answer(request)
+    h = await granted(d, request)
     transfer = await h.receiving()
     layers = _all_layers(d)
     middle = max(1, len(layers) // 2)
@@ -255,7 +259,9 @@ async def a_range_comes_again(d: DecodeHand) -> None:
 )
 async def what_is_verified_stays(d: DecodeHand) -> None:
     """A verified range comes again with other bytes; the answer is that of the first ones."""
-    h = await granted(d)
+    request = d.request()
+    d.answer(request)
+    h = await granted(d, request)
     transfer = await h.receiving()
     pieces = h.kv()
     await transfer.send_all(pieces)
@@ -321,6 +327,7 @@ async def the_session_hears_of_a_failed_transfer(d: DecodeHand) -> None:
 @case(324, "Grants are received side by side, each on a stream of its own.")
 async def transfers_run_side_by_side(d: DecodeHand) -> None:
     """Four transfers send their chunks in turn, and every answer is right."""
+    d.needs_blocks(8)
     p = await d.prefill()
     hs = [await granted(d, p=p) for _ in range(4)]
     transfers = [await h.receiving() for h in hs]

@@ -56,7 +56,7 @@ async def unknown_fields_of_a_hand_over(d: DecodeHand) -> None:
     grant: decode_pb2.AllocateResponse = await answer(p.decode.Allocate(message), "a grant")
     p.held.add(grant.grant_id)
     h = HandOver(d, p, request, grant, leg)
-    first = later(p.first_token_message(request, grant, d.answer(request)[0]))
+    first = later(p.first_token_message(request, grant, d.first_token(request)))
     await answer(p.send_first(first), "the first token taken")
     await h.send_kv()
     await h.answers()

@@ -16,6 +16,7 @@ from pd_grpc.decode.scheduler import Scheduler
 from pd_grpc.decode.states import DecodeState
 from pd_grpc.protocol.faults import Fault, Reason
 from pd_grpc.protocol.refs import key_of
+from pd_grpc.v1 import inference_pb2
 from tests.conformance.mutants.decode.registry import DECODE_MUTANTS as mutant
 
 
@@ -112,6 +113,21 @@ def what_is_not_sent_at_the_end_is_lost(patch: pytest.MonkeyPatch) -> None:
         right(self, reason, usage, timings)
 
     patch.setattr(TokenOutbox, "finish", wrong)
+
+
+@mutant("D610")
+def every_token_is_a_message(patch: pytest.MonkeyPatch) -> None:
+    def wrong(self):  # type: ignore[no-untyped-def]
+        token = self._tokens.pop(0)
+        message = inference_pb2.GenerateResponse(token_ids=[token.token_id])
+        if self._tokens:
+            self._ready.set()
+        elif self._end is not None:
+            message.MergeFrom(self._end)
+            self._end = None
+        return message
+
+    patch.setattr(TokenOutbox, "_message", wrong)
 
 
 @mutant("D611")
