@@ -60,7 +60,11 @@ async def no_wait(d: DecodeHand) -> None:
         await p.allocate_refused(d.request(), Reason.NO_BLOCKS, "no wait", max_wait=max_wait)
 
 
-@case(241, "NO_BLOCKS, and QUEUE_FULL of D, come with RetryInfo and QuotaFailure.")
+@case(
+    241,
+    "NO_BLOCKS, and QUEUE_FULL of D, come with RetryInfo and QuotaFailure, whose numbers the "
+    "metadata has as blocks_needed and blocks_free.",
+)
 async def no_blocks_has_details(d: DecodeHand) -> None:
     """The refusal of an Allocate that does not wait says when to try again, and what is short."""
     p = await d.prefill()
@@ -306,8 +310,9 @@ async def _release(p: KitPrefill, holders: list[Request]) -> None:
 
 async def _with_details(call: Awaitable[object], reason: Reason) -> None:
     """Broken unless an Allocate is refused, with the details of one that found no room."""
-    _, status = await refusal_details(call, reason, "no room", answer_s())
+    fault, status = await refusal_details(call, reason, "no room", answer_s())
     retry, quota = error_details_pb2.RetryInfo(), error_details_pb2.QuotaFailure()
     found = [any(d.Unpack(kind) for d in status.details) for kind in (retry, quota)]
     expect(found[0] and retry.retry_delay != Duration(), "RetryInfo with a delay", status)
     expect(found[1] and bool(quota.violations), "QuotaFailure with a violation", status)
+    expect(fault.quota is not None, "blocks_needed and blocks_free in the metadata", status)

@@ -51,8 +51,7 @@ async def top_k(d: DecodeHand) -> None:
 
 @case(
     225,
-    "Strings that end the answer; the text ends before them. At most 16, each 1 to 256"
-    " characters; empty: none.",
+    "At most 16, each 1 to 256 characters; empty: none.",
 )
 async def stop(d: DecodeHand) -> None:
     """Too many stop strings, an empty one and a long one are refused, the limits are not."""

@@ -62,7 +62,11 @@ async def refusals_reach_the_caller(p: PrefillHand) -> None:
         await p.call(p.request(), d).fails(refusal.reason, what)
 
 
-@case(211, "NO_BLOCKS, and QUEUE_FULL of D, come with RetryInfo and QuotaFailure.")
+@case(
+    211,
+    "NO_BLOCKS, and QUEUE_FULL of D, come with RetryInfo and QuotaFailure, whose numbers the "
+    "metadata has as blocks_needed and blocks_free.",
+)
 async def details_reach_the_caller(p: PrefillHand) -> None:
     """What D says of its pool reaches the caller, and so does the part in which two legs differ."""
     d = await p.decode()

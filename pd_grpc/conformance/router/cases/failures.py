@@ -54,7 +54,11 @@ async def each_failure_of_decode(r: RouterHand) -> None:
             await r.subject.routes_to(r.d)
 
 
-@case(403, "NO_BLOCKS, and QUEUE_FULL of D, come with RetryInfo and QuotaFailure.")
+@case(
+    403,
+    "NO_BLOCKS, and QUEUE_FULL of D, come with RetryInfo and QuotaFailure, whose numbers the "
+    "metadata has as blocks_needed and blocks_free.",
+)
 async def details_pass(r: RouterHand) -> None:
     """A refusal's details reach the client."""
     one = await r.routed()
