@@ -158,7 +158,7 @@ def _tell_progress(result: Result) -> None:
 def _summary(run: Run) -> str:
     counts = [sum(r.passed is outcome for r in run.results) for outcome in (True, False, None)]
     took = sum(r.seconds for r in run.results)
-    cases = f"{len(run.results)} cases"
+    cases = "1 case" if len(run.results) == 1 else f"{len(run.results)} cases"
     if run.stopped_by is not None:
         cases = f"interrupted: {len(run.results)} of {len(run.cases)} cases"
     text = f"{cases} in {took:.1f} s: {counts[0]} passed, {counts[1]} failed"
