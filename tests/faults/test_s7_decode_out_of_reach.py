@@ -7,8 +7,8 @@ import time
 
 from pd_grpc.prefill.breaker import BreakerState
 from pd_grpc.protocol.faults import Code, Fault, Reason
+from tests.lines import line_to
 from tests.prefill.cluster import answer_to, request_to, running
-from tests.prefill.proxy import wire_to
 from tests.waiting import until
 
 NOBODY = "127.0.0.1:1"
@@ -36,20 +36,20 @@ async def test_an_address_where_nobody_listens_is_an_error_at_once() -> None:
 async def test_a_d_that_is_cut_off_fails_what_it_had_and_is_served_when_it_is_back() -> None:
     async with running() as cluster:
         p, d = await cluster.prefill(), await cluster.decode()
-        async with wire_to(d.endpoint) as wire:
+        async with line_to(d.endpoint) as line:
             taken = d.pool.reserve(d.pool.free, owner="the test")
-            waiting = asyncio.create_task(cluster.run_prefill(p, request_to(wire.endpoint)))
+            waiting = asyncio.create_task(cluster.run_prefill(p, request_to(line.endpoint)))
             await until(lambda: p.machine.placement.pool.in_flight == 1)
-            wire.cut()
+            await line.cut()
             outcome = await asyncio.wait_for(waiting, 5)
             assert isinstance(outcome.fault, Fault) and outcome.fault.reason is Reason.DECODE_LOST
-            refused = await cluster.run_prefill(p, request_to(wire.endpoint, random_seed=2))
+            refused = await cluster.run_prefill(p, request_to(line.endpoint, random_seed=2))
             assert isinstance(refused.fault, Fault) and refused.fault.reason is Reason.DECODE_LOST
-            wire.mend()
+            await line.mend()
             taken.release()
             d.runtime.wake()
             await until(lambda: _breaker(p) is not BreakerState.OPEN)
-            request = request_to(wire.endpoint, random_seed=3)
+            request = request_to(line.endpoint, random_seed=3)
             prefill, generate = await cluster.run(p, d, request)
             assert (prefill.fault, generate.tokens) == (None, answer_to(request))
 

@@ -19,6 +19,7 @@ from pd_grpc.v1 import (
     prefill_pb2_grpc,
     types_pb2,
 )
+from tests.lines import line_to
 from tests.prefill.cluster import (
     Cluster,
     Outcome,
@@ -26,7 +27,6 @@ from tests.prefill.cluster import (
     request_to,
     running,
 )
-from tests.prefill.proxy import wire_to
 from tests.waiting import until
 
 NOBODY = "127.0.0.1:1"
@@ -127,16 +127,16 @@ async def test_a_caller_that_leaves_frees_both_sides(cluster: Cluster) -> None:
 
 async def test_ds_client_hears_the_cause_though_the_session_was_broken(cluster: Cluster) -> None:
     p, d = await cluster.prefill(sim_time_scale=1.0), await cluster.decode(grace_s=2.0)
-    async with wire_to(d.endpoint) as wire:
-        request = request_to(wire.endpoint, tokens=600)
+    async with line_to(d.endpoint) as line:
+        request = request_to(line.endpoint, tokens=600)
         generate = asyncio.create_task(cluster.run_generate(d, request))
         prefill = asyncio.create_task(cluster.run_prefill(p, request))
         await _computing(p)
-        wire.cut()
-        await until(lambda: not p.machine.conversations.is_open(wire.endpoint))
+        await line.cut()
+        await until(lambda: not p.machine.conversations.is_open(line.endpoint))
         prefill.cancel()
         await until(lambda: not p.machine.requests.in_flight)
-        wire.mend()
+        await line.mend()
         assert reason(await asyncio.wait_for(generate, 3)) is Reason.CLIENT_GONE
         await asyncio.gather(prefill, return_exceptions=True)
         await cluster.all_returned()

@@ -10,10 +10,11 @@ from typing import Any
 import grpc.aio
 import pytest
 
+from pd_grpc.conformance.router.line import Line
 from pd_grpc.protocol import rpc
 from pd_grpc.protocol.config import ServerConfig, Sizes, Timeouts
 from pd_grpc.v1 import admin_pb2, admin_pb2_grpc
-from tests.prefill.proxy import Wire
+from tests.lines import line_to
 
 TIMEOUTS = Timeouts(request_budget_s=300.0, hop_margin_s=0.1)
 
@@ -112,21 +113,23 @@ async def test_a_port_in_use_is_said_in_the_systems_words(
     assert capfd.readouterr().err == "", "grpc was asked"
 
 
+class LateLine(Line):
+    """Takes every connection late, as a peer that is busy."""
+
+    async def take(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await asyncio.sleep(TIMEOUTS.connect_s / 2)  # Longer than any back-off of a channel.
+        await super().take(reader, writer)
+
+
 async def test_a_busy_peer_that_takes_a_connection_late_is_not_lost(
     endpoint: str, deadlines: Deadlines
 ) -> None:
-    wire = Wire(endpoint)
-
-    async def late(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        await asyncio.sleep(TIMEOUTS.connect_s / 2)  # Longer than any back-off of a channel.
-        await wire.take(reader, writer)
-
-    async with await asyncio.start_server(late, "127.0.0.1", 0) as listener:
-        busy = rpc.address(*listener.sockets[0].getsockname())
-        async with rpc.aio_channel(busy, TIMEOUTS, Sizes()) as channel:
-            stub = admin_pb2_grpc.AdminServiceStub(channel)
-            await stub.Drain(admin_pb2.DrainRequest(), timeout=10)
-        await wire.close()
+    async with (
+        line_to(endpoint, LateLine("127.0.0.1:0")) as line,
+        rpc.aio_channel(line.endpoint, TIMEOUTS, Sizes()) as channel,
+    ):
+        stub = admin_pb2_grpc.AdminServiceStub(channel)
+        await stub.Drain(admin_pb2.DrainRequest(), timeout=10)
     assert deadlines.left is not None
 
 

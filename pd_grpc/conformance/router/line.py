@@ -40,7 +40,7 @@ class Line:
         if self._listener is not None:
             return
         try:
-            self._listener = await asyncio.start_server(self._take, self._host, self._port)
+            self._listener = await asyncio.start_server(self.take, self._host, self._port)
         except OSError as error:
             raise PortInUse(f"cannot listen on {self.endpoint}: {error}") from error
         self._port = self._listener.sockets[0].getsockname()[1]
@@ -54,7 +54,11 @@ class Line:
             writer.transport.abort()
         await asyncio.gather(*self._relays)
 
-    async def _take(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def take(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """A connection has come; returns when it has ended."""
+        if self._listener is None:  # It was accepted as the line was cut.
+            writer.transport.abort()
+            return
         self.connections += 1
         task = asyncio.current_task()
         assert task is not None
