@@ -15,7 +15,6 @@ from pd_grpc.conformance.transcript import Transcript
 from pd_grpc.protocol.messages import layout_from_proto
 from pd_grpc.v1 import layout_pb2
 
-
 KIND_77 = b"\x08\x4d"
 """A group of a kind of a later version."""
 

@@ -26,7 +26,7 @@ async def a_grant_that_d_does_not_know(p: PrefillHand) -> None:
     nothing."""
     d = await p.decode(KitTimes(heartbeat=0.2, lease=0.6))
     d.kv.end.hold()
-    lost, kept = p.request(), p.request()
+    lost, kept = p.request(p.block_size), p.request(p.block_size)
     caller, other = p.call(lost, d), p.call(kept, d)
     for request in (lost, kept):
         await d.granted(request.ref)

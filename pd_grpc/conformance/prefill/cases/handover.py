@@ -36,7 +36,7 @@ async def the_first_token_is_right(p: PrefillHand) -> None:
     """The first token of a prompt, and the next one of an answer that is continued, are the right
     ones by the sim's rule where P follows it."""
     d = await p.decode()
-    for request in (p.request(), p.request(p.blocks(4), generated=p.tokens(2))):
+    for request in (p.request(), p.request(p.blocks(5) - p.block_size, generated=p.tokens(2))):
         await p.call(request, d).handed_off()
         p.check_first_token(request, d)
 
@@ -200,7 +200,7 @@ async def queued_comes_first(p: PrefillHand) -> None:
 async def progress_rises_to_the_whole(p: PrefillHand) -> None:
     """Progress rises from event to event, up to all tokens of prompt and output so far."""
     d = await p.decode()
-    request = p.request(p.blocks(14), generated=p.tokens(3))
+    request = p.request(p.blocks(15) - p.block_size, generated=p.tokens(3))
     caller = p.call(request, d)
     await caller.handed_off()
     computed = [e.progress.computed_tokens for e in caller.events if e.HasField("progress")]
