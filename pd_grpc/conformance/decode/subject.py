@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import secrets
-import time
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from typing import Any
@@ -13,7 +11,7 @@ from typing import Any
 import grpc.aio
 
 from pd_grpc.conformance.calls import answer
-from pd_grpc.conformance.case import LOOK_AGAIN_S, Broken, NotApplicable, answer_s, expect
+from pd_grpc.conformance.case import Broken, NotApplicable, answer_s, eventually, expect
 from pd_grpc.conformance.channels import CHANNEL_OPTIONS, connect, new_epoch
 from pd_grpc.conformance.client import ClientLeg
 from pd_grpc.conformance.decode.prefill import KitPrefill
@@ -89,13 +87,6 @@ class DecodeSubject:
         return min(pool, self.info.max_model_len or pool)
 
     @property
-    def room_tokens(self) -> int:
-        """Most tokens of prompt plus output of one request: what the pool holds, or what the model
-        takes where D tells that and it is less."""
-        pool = self.total_blocks * self.layout.block_size
-        return min(pool, self.info.max_model_len or pool)
-
-    @property
     def instance(self) -> types_pb2.Instance:
         """Who D is."""
         return self.welcome.instance
@@ -135,22 +126,19 @@ class DecodeSubject:
     async def _all_back(self) -> None:
         t = self.times
         limit = answer_s() + max(t.lease, t.grace, t.kv_progress, t.first_token, t.attach)
-        until = time.monotonic() + limit
-        while True:
+
+        async def look() -> decode_pb2.Load:
             if self._watch.session.is_over and not self.leaving:
                 # A machine that is busy may have kept its heartbeats back for too long.
                 self._watch.heard.clear()
                 await self._watch.join()
-            load = await self._watch.load()
-            if load.free_blocks == self.total_blocks and not load.queued_requests:
-                return
-            if time.monotonic() > until:
-                raise Broken(
-                    f"expected all {self.total_blocks} blocks free and no Allocate waiting "
-                    f"{limit:g} s after the case; got {load.free_blocks} free and "
-                    f"{load.queued_requests} waiting"
-                )
-            await asyncio.sleep(LOOK_AGAIN_S)
+            return await self._watch.load()
+
+        def right(load: decode_pb2.Load) -> bool:
+            return load.free_blocks == self.total_blocks and not load.queued_requests
+
+        what = f"all {self.total_blocks} blocks free and no Allocate waiting"
+        await eventually(look, right, f"{what} {limit:g} s after the case", limit)
 
 
 @contextlib.asynccontextmanager
@@ -208,12 +196,6 @@ class DecodeHand:
     def block_size(self) -> int:
         """Tokens of a block."""
         return self.subject.layout.block_size
-
-    def needs_blocks(self, blocks: int) -> None:
-        """NotApplicable for a D whose pool has fewer."""
-        total = self.subject.total_blocks
-        if total < blocks:
-            raise NotApplicable(f"the case needs {blocks} blocks; D has {total}")
 
     def needs_blocks(self, blocks: int) -> None:
         """NotApplicable for a D whose pool has fewer."""
@@ -281,25 +263,6 @@ class DecodeHand:
         if not self.rule.is_sim:
             raise NotApplicable(f"the answers of {self.rule.layout.model} are not known to the kit")
         return self.rule.answer(request.prompt, request.sampling, request.generated)
-
-    def output(self, request: Request, tokens: int) -> list[int]:
-        """What the answer begins with: the right tokens where the kit knows the model, otherwise
-        tokens of the vocabulary that end nothing."""
-        if self.rule.is_sim:
-            return self.answer(request)[:tokens]
-        return request.prompt[:tokens]
-
-    def first_token(self, request: Request) -> int:
-        """The token that P hands over first."""
-        return self.output(request, 1)[0]
-
-    async def answered(self, leg: ClientLeg, request: Request) -> None:
-        """Read to the end, which must be OK. Broken unless every token is right where the kit knows
-        the model, and unless there is one where it does not."""
-        if self.rule.is_sim:
-            await leg.answers(self.answer(request))
-        else:
-            expect(bool(await leg.finished()), "at least one token", "none")
 
     def output(self, request: Request, tokens: int) -> list[int]:
         """What the answer begins with: the right tokens where the kit knows the model, otherwise

@@ -56,6 +56,21 @@ def forgive_sender(patch: pytest.MonkeyPatch, which: Callable[[Mismatch], bool])
     patch.setattr(transfer_checks, "missing_part", wrong)
 
 
+def misname(patch: pytest.MonkeyPatch, path: str, name: str) -> None:
+    """Call a field that needs what is not built by another name than its path."""
+    right = transfer_checks.check_open
+
+    def wrong(message: Any, decode_epoch: int, layout: KvLayout) -> None:
+        try:
+            right(message, decode_epoch, layout)
+        except Fault as fault:
+            if fault.metadata.get("feature") == path:
+                raise Fault(fault.reason, fault.message, {"feature": name}) from None
+            raise
+
+    patch.setattr("pd_grpc.decode.receiver.check_open", wrong)
+
+
 @mutant("D330")
 def early_chunks_are_dropped(patch: pytest.MonkeyPatch) -> None:
     right = Receiver._chunk
@@ -112,6 +127,16 @@ def any_transfer_of_a_prefill_may_write(patch: pytest.MonkeyPatch) -> None:
 @mutant("D338")
 def any_transport_is_inline(patch: pytest.MonkeyPatch) -> None:
     before_check(patch, "transport", 0)
+
+
+@mutant("D338", "D809")
+def a_transport_is_named_by_its_value(patch: pytest.MonkeyPatch) -> None:
+    misname(patch, "open.transport", "TRANSPORT_NIXL")
+
+
+@mutant("D339")
+def a_size_is_named_without_its_sender(patch: pytest.MonkeyPatch) -> None:
+    misname(patch, "open.sender.tp_size", "tp_size")
 
 
 @mutant("D339")
