@@ -56,6 +56,15 @@ async def test_a_planted_fault_is_found(
         await assert_found(subject, ROUTER_CASES[case_id], mutant, caplog)
 
 
+async def test_a_router_need_not_tell_its_limits() -> None:
+    cases = [ROUTER_CASES[case_id] for case_id in ("R107", "R136", "R137", "R138", "R821")]
+    async with our_router() as subject:
+        subject.info.max_model_len = subject.info.vocab_size = 0
+        results = await run_cases(subject, cases)
+    assert not [explained(r) for r in results if r.passed is False]
+    assert [r.id for r in results if r.passed is None] == ["R107", "R136", "R137", "R138"]
+
+
 async def test_a_router_that_calls_others_cannot_be_judged() -> None:
     answers_within(0.3)
     async with (
