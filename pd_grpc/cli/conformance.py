@@ -86,7 +86,8 @@ def conformance(
 ) -> None:
     """Drive an implementation through every case of the conformance kit.
 
-    The subject must serve nobody else meanwhile. Exits with 1 when a case fails.
+    The subject must serve nobody else meanwhile, and its last cases, such as D950 and those after
+    it, leave it drained. Exits with 1 when a case fails.
     """
     role, endpoint = _subject({"decode": decode, "prefill": prefill, "router": router})
     _belongs("prefill", role, {"--listen": listen})
