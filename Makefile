@@ -66,8 +66,14 @@ lint: protos-lint protos-breaking
 types: $(STAMP)
 	$(BIN)/mypy pd_grpc tests tools
 
+# Without ARGS the planted faults run four at a time, for they mostly wait; then all other tests.
 unit: $(STAMP)
+ifeq ($(ARGS),)
+	$(PY) -m pytest -q -m planted -n 4
+	$(PY) -m pytest -m 'not soak and not planted'
+else
 	$(PY) -m pytest $(ARGS)
+endif
 
 parity: $(STAMP)
 	$(PY) -m pytest -m soak tests/system/test_parity_torch.py $(ARGS)
@@ -143,6 +149,8 @@ tables: $(STAMP)
 docs: $(STAMP)
 	$(PY) -m tools.protocol_reference
 	$(PY) -m tools.case_tables
+	$(PY) -m tools.sim_page
+	$(PY) -m tools.prepare_knobs
 
 format: $(STAMP)
 	$(BIN)/ruff check --fix .
