@@ -123,16 +123,29 @@ class DecodeSubject:
     def _gone(self) -> bool:
         return self.leaving and self._watch.session.is_over
 
+    @property
+    def _watch_is_lost(self) -> bool:
+        return self._watch.session.is_over and not self.leaving
+
+    async def _watch_again(self) -> None:
+        self._watch.heard.clear()
+        await self._watch.join()
+
     async def _all_back(self) -> None:
         t = self.times
         limit = answer_s() + max(t.lease, t.grace, t.kv_progress, t.first_token, t.attach)
 
         async def look() -> decode_pb2.Load:
-            if self._watch.session.is_over and not self.leaving:
-                # A machine that is busy may have kept its heartbeats back for too long.
-                self._watch.heard.clear()
-                await self._watch.join()
-            return await self._watch.load()
+            # A machine that is busy may have kept the heartbeats back for too long.
+            if self._watch_is_lost:
+                await self._watch_again()
+            try:
+                return await self._watch.load()
+            except Broken:
+                if not self._watch_is_lost:
+                    raise
+                await self._watch_again()
+                return await self._watch.load()
 
         def right(load: decode_pb2.Load) -> bool:
             return load.free_blocks == self.total_blocks and not load.queued_requests

@@ -35,6 +35,7 @@ async def every_block_of_a_cold_prompt(d: DecodeHand) -> None:
 @case(201, "Minted by D, never empty; heartbeats and transfers name it.")
 async def a_grant_has_a_name_of_its_own(d: DecodeHand) -> None:
     """Two grants, and a third for a later attempt of the first: all their ids differ."""
+    d.needs_blocks(4)
     p = await d.prefill()
     first, second = d.request(), d.request()
     ids = [(await p.allocate(r)).grant_id for r in (first, second)]
@@ -112,6 +113,7 @@ async def a_digest_of_another_size(d: DecodeHand) -> None:
 @case(209, "The client's name for the request, up to 128 characters, for people; never a key.")
 async def a_name_for_people(d: DecodeHand) -> None:
     """A request_id of 129 characters is refused; two requests may share one of 128."""
+    d.needs_blocks(4)
     p = await d.prefill()
     check_field(await _refused(d, request_id="r" * 129), "request_id")
     for _ in range(2):

@@ -24,6 +24,7 @@ TRIES = 5
 @case(110, "Heartbeats renew the listed grants alone.")
 async def heartbeats_renew_grants(d: DecodeHand) -> None:
     """A grant that heartbeats list is alive after its lease; one that they do not list is not."""
+    d.needs_blocks(4)
     p = await d.prefill()
     kept, dropped = d.request(), d.request()
     held = await p.allocate(kept)
@@ -53,6 +54,7 @@ async def acks_carry_the_sequence(d: DecodeHand) -> None:
 )
 async def unknown_grants_are_named(d: DecodeHand) -> None:
     """Of three grants listed, the ack names the one made up and the one of another P."""
+    d.needs_blocks(4)
     p, other = await d.prefill(), await d.prefill()
     mine = await p.allocate(d.request())
     theirs = await other.allocate(d.request())
