@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import sys
 from collections.abc import Sequence
 
@@ -21,7 +20,7 @@ def main(argv: Sequence[str]) -> int:
 
 async def start(config: PrefillConfig, provider: TracerProvider | None) -> PrefillServer:
     """A P over the configured engine. ModelError when it cannot be loaded."""
-    engine = await asyncio.to_thread(load_engine, config, process.progress)
+    engine = await process.load(lambda: load_engine(config, process.progress))
     return await start_prefill(config, engine, tracer_provider=provider)
 
 

@@ -7,6 +7,7 @@ import os
 import signal
 import sys
 from collections.abc import Awaitable, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Protocol, TypeVar
 
 from opentelemetry.sdk.trace import TracerProvider
@@ -24,6 +25,7 @@ EXIT_PORT_IN_USE = 3
 EXIT_FORCED = 4
 
 C = TypeVar("C", bound=ServerConfig)
+T = TypeVar("T")
 
 
 class Server(Protocol):
@@ -85,6 +87,16 @@ def _provider(role: str, config: ServerConfig) -> TracerProvider | None:
 def progress(line: str) -> None:
     """Say on standard error what takes long."""
     print(line, file=sys.stderr, flush=True)
+
+
+async def load(work: Callable[[], T]) -> T:
+    """Do what takes long beside the loop, on a thread that ends with it; one of asyncio's own would
+    stay for the life of the process."""
+    executor = ThreadPoolExecutor(1, "pd-load")
+    try:
+        return await asyncio.get_running_loop().run_in_executor(executor, work)
+    finally:
+        executor.shutdown(wait=False)
 
 
 async def _serve(

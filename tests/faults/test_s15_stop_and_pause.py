@@ -8,7 +8,7 @@ import itertools
 import threading
 
 from pd_grpc.protocol.faults import Fault, Reason
-from pd_grpc.v1 import types_pb2
+from pd_grpc.v1 import admin_pb2, types_pb2
 from tests.prefill.cluster import answer_to, request_to, running
 from tests.waiting import until
 
@@ -81,5 +81,5 @@ async def test_a_request_that_runs_when_p_is_paused_is_finished() -> None:
         assert (await leg)[1].tokens == answer_to(request)
 
 
-def _states(transfers: list[object]) -> list[int]:
-    return [info.state for info in transfers]  # type: ignore[attr-defined]
+def _states(transfers: list[admin_pb2.TransferInfo]) -> list[int]:
+    return [info.state for info in transfers]

@@ -17,11 +17,11 @@ class Poisoned(SimEngine):
     """Cannot compute a prompt that begins with one token."""
 
     def prefill(
-        self, chunks: Sequence[PrefillChunk], layer_done: Callable[[int, int], None]
+        self, batch: Sequence[PrefillChunk], on_layer: Callable[[int, int], None]
     ) -> list[Sampled | None]:
-        if any(chunk.token_ids[0] == POISON for chunk in chunks):
+        if any(chunk.token_ids[0] == POISON for chunk in batch):
             raise EngineFault("the prompt is poison")
-        return super().prefill(chunks, layer_done)
+        return super().prefill(batch, on_layer)
 
 
 async def test_an_exception_fails_its_own_request_with_its_cause_and_no_other() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 
 from opentelemetry.sdk.metrics import MeterProvider
-from opentelemetry.sdk.metrics.export import HistogramDataPoint, InMemoryMetricReader
+from opentelemetry.sdk.metrics.export import DataPointT, HistogramDataPoint, InMemoryMetricReader
 from opentelemetry.sdk.metrics.export import NumberDataPoint as Number
 
 from pd_grpc.engine.sim import SimEngine
@@ -31,7 +31,7 @@ async def measured(
     return p, reader
 
 
-def points(reader: InMemoryMetricReader, name: str) -> list[Number | HistogramDataPoint]:
+def points(reader: InMemoryMetricReader, name: str) -> list[DataPointT]:
     """Every point of one metric, read now."""
     data = reader.get_metrics_data()
     found = [] if data is None else data.resource_metrics
@@ -40,7 +40,7 @@ def points(reader: InMemoryMetricReader, name: str) -> list[Number | HistogramDa
 
 
 def by_decode(reader: InMemoryMetricReader, name: str) -> dict[object, float]:
-    values = {}
+    values: dict[object, float] = {}
     for point in points(reader, name):
         assert isinstance(point, Number) and point.attributes is not None
         values[point.attributes["decode"]] = point.value
