@@ -8,6 +8,7 @@ import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
 
 import pytest
+from grpc._cython import cygrpc  # type: ignore[attr-defined]
 
 from pd_grpc.conformance.case import Broken, Cases
 from pd_grpc.conformance.run import DID_NOT_END, KIT_FAILED
@@ -47,6 +48,15 @@ async def fails_beside_a_crash(hand: None) -> None:
     raise Broken("expected this; got that")
 
 
+async def fails_as_a_peer_leaves(hand: None) -> None:
+    """Finds the rule broken, while grpc writes to a call that is over."""
+    try:
+        raise cygrpc.ExecuteBatchError("the call is over")
+    except cygrpc.ExecuteBatchError:
+        logging.getLogger("grpc").exception("a handler failed")
+    raise Broken("expected this; got that")
+
+
 async def is_wrong_itself(hand: None) -> None:
     """Looks up what is not there."""
     print(NOTHING["a message"])
@@ -63,8 +73,11 @@ async def judge(run: Callable[[None], Awaitable[None]], log: pytest.LogCaptureFi
     await assert_found(Nobody(), cases["X001"], MUTANT, log)
 
 
-async def test_a_rule_that_is_broken_is_a_find(caplog: pytest.LogCaptureFixture) -> None:
-    await judge(fails, caplog)
+@pytest.mark.parametrize("run", [fails, fails_as_a_peer_leaves])
+async def test_a_rule_that_is_broken_is_a_find(
+    run: Callable[[None], Awaitable[None]], caplog: pytest.LogCaptureFixture
+) -> None:
+    await judge(run, caplog)
 
 
 @pytest.mark.parametrize(
