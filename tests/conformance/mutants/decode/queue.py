@@ -119,10 +119,10 @@ def only_the_first_caller_hears(patch: pytest.MonkeyPatch) -> None:
     right = PrefillDesk.granted
 
     def granted(self, transfer):  # type: ignore[no-untyped-def]
-        if transfer.prefill is not None:
-            for call in list(transfer.prefill.calls)[1:]:
-                del transfer.prefill.calls[call]
+        calls = transfer.prefill.calls if transfer.prefill is not None else {}
+        unheard = {call: calls.pop(call) for call in list(calls)[1:]}
         right(self, transfer)
+        calls.update(unheard)
 
     patch.setattr(PrefillDesk, "granted", granted)
 
