@@ -23,8 +23,8 @@ def info(*lanes: admin_pb2.PrepareLane, paused: bool = False) -> admin_pb2.Serve
 def lane(
     breaker: admin_pb2.BreakerState = admin_pb2.BREAKER_STATE_CLOSED, **fields: Any
 ) -> admin_pb2.PrepareLane:
-    counted = {"in_flight": 3, "ready": 2, "waiting": 40}
-    return admin_pb2.PrepareLane(decode="d:1", breaker=breaker, **counted, **fields)
+    fields |= {"in_flight": 3, "ready": 2, "waiting": 40}
+    return admin_pb2.PrepareLane(decode="d:1", breaker=breaker, **fields)
 
 
 def shown(told: admin_pb2.ServerInfo) -> str:
