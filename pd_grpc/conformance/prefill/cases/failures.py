@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from pd_grpc.conformance.calls import check_fault
 from pd_grpc.conformance.case import answer_s, expect, expect_equal
 from pd_grpc.conformance.prefill.cases.registry import PREFILL_CASES as case
 from pd_grpc.conformance.prefill.decode import CONNECTION_LOST, KitDecode, KitTimes
 from pd_grpc.conformance.prefill.subject import PrefillHand
-from pd_grpc.protocol.faults import Fault, Reason, TransportFault, read_status
+from pd_grpc.conformance.request import Request
+from pd_grpc.protocol.faults import Code, Fault, Reason, TransportFault, read_status
 from pd_grpc.v1 import decode_pb2, types_pb2
+
+TRIES = 3
+"""A busy machine may hold P up for the 100 ms that it has to answer in, but not every time."""
 
 IN_TIME = (
     "Each hop answers 100 ms before its budget ends, so that its details reach the caller before"
@@ -97,10 +102,7 @@ async def an_allocate_out_of_time_is_released(p: PrefillHand) -> None:
     """D answers no Allocate until the caller's time is over: D hears Release and why."""
     d = await p.decode()
     d.allocate.hold()
-    request, budget_s = p.request(), await p.brief_s()
-    caller = p.call(request, d, timeout_s=budget_s)
-    limit = budget_s + answer_s()
-    await caller.fails(Reason.STAGE_DEADLINE, "D grants nothing", limit)
+    request = await _out_of_time(p, d, "allocate")
     await _released(d, request.ref, Reason.STAGE_DEADLINE)
 
 
@@ -109,10 +111,7 @@ async def d_hears_the_cause(p: PrefillHand) -> None:
     """The caller's time ends while D holds back completed: Release tells D so, with the stage."""
     d = await p.decode()
     d.kv.end.hold()
-    request, budget_s = p.request(), await p.brief_s()
-    caller = p.call(request, d, timeout_s=budget_s)
-    limit = budget_s + answer_s()
-    await caller.fails(Reason.STAGE_DEADLINE, "D never has all KV", limit)
+    request = await _out_of_time(p, d, "transfer")
     cause = await _released(d, request.ref, Reason.STAGE_DEADLINE)
     expect_equal(cause.metadata.get("stage"), "transfer", "the stage")
 
@@ -165,18 +164,26 @@ async def a_first_token_refused(p: PrefillHand) -> None:
         await p.call(p.request(), d).fails(reason, "D refused the first token")
 
 
-async def _out_of_time(p: PrefillHand, d: KitDecode, stage: str) -> None:
+async def _out_of_time(p: PrefillHand, d: KitDecode, stage: str) -> Request:
+    """The request whose caller has heard that its time ran out in this stage."""
     budget_s = await p.brief_s()
-    caller = p.call(p.request(), d, timeout_s=budget_s)
-    limit = budget_s + answer_s()
-    fault = await caller.fails(Reason.STAGE_DEADLINE, "the caller's time is over", limit)
+    for _ in range(TRIES):
+        request = p.request()
+        caller = p.call(request, d, timeout_s=budget_s)
+        ended = await caller.ends(budget_s + answer_s())
+        if not isinstance(ended, TransportFault) or ended.code is not Code.DEADLINE_EXCEEDED:
+            break
+    fault = check_fault(ended, Reason.STAGE_DEADLINE, "the caller's time is over")
+    expect("handed_off" not in caller.kinds, "no handed_off before a fault", caller.kinds)
     expect_equal(fault.metadata.get("stage"), stage, "the stage")
+    return request
 
 
 async def _released(d: KitDecode, ref: types_pb2.TransferRef, why: Reason | None = None) -> Fault:
     """D has heard Release for a ref; the cause, which must be `why` where that is given."""
-    release = await d.release.came("Release")
-    expect_equal(release.ref.transfer_id, ref.transfer_id, "ref.transfer_id of Release")
+    what, number = f"Release of {ref.transfer_id}", 1
+    while (release := await d.release.came(what, number)).ref.transfer_id != ref.transfer_id:
+        number += 1
     expect_equal(release.ref.attempt, ref.attempt, "ref.attempt of Release")
     cause: Fault | TransportFault = read_status(release.cause)
     if why is None:
