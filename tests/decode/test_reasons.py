@@ -21,7 +21,7 @@ TABLE = {CODE / "protocol" / "faults.py", TESTS / "protocol" / "test_faults.py",
 
 RESERVED = {Reason.CREDENTIALS, Reason.ROLE}
 """Known to those who read them, raised by nobody in v1."""
-ONLY_READ = {"prefill": {Reason.DUPLICATE_REQUEST}}
+ONLY_READ = {"prefill": {Reason.DUPLICATE_REQUEST, Reason.PREFILL_LOST}}
 """What a part knows from others alone."""
 
 
