@@ -9,7 +9,7 @@ STAMP := $(VENV)/.installed
 BUILD := build
 
 .DEFAULT_GOAL := help
-.PHONY: help venv test lint types unit parity demo tables docs format clean
+.PHONY: always help venv test lint types unit parity demo tables docs format clean
 .PHONY: protoc protos protos-lint protos-breaking protos-baseline
 .DELETE_ON_ERROR:
 # pytest comes last, with its closing line, under -j too.
@@ -114,7 +114,8 @@ protos: protoc
 	done; \
 	mv -f "$$new"/pd_grpc/v1/* $(GENERATED)/pd_grpc/v1/
 
-$(BUILD)/protos.binpb: $(PROTOS) $(STAMP) buf.yaml
+# Made anew each time: a proto that was deleted is no prerequisite that could be newer.
+$(BUILD)/protos.binpb: $(STAMP) always
 	mkdir -p $(@D)
 	$(BIN)/buf build --output $@
 

@@ -29,15 +29,22 @@ from pd_grpc.protocol.rpc import read_error
 
 M = TypeVar("M", bound=Message)
 
+MOST_MESSAGES = 100_000
+"""Of one stream, in a case of a few seconds; a subject that sends more floods the kit."""
+
 _DETAILS_KEY = "grpc-status-details-bin"
 
 
 async def answer(call: Awaitable[M], what: str, seconds: float | None = None) -> M:
     """The answer of a unary call. Broken when it fails or takes too long."""
     try:
-        return await within(seconds, call, what)
+        got: M | None = await within(seconds, call, what)
     except grpc.RpcError as error:
         broken(what, read_error(error))
+    if got is None:
+        # As grpc has it where the bytes are no message of the type.
+        broken(what, "an answer that cannot be read")
+    return got
 
 
 async def if_served(call: Awaitable[M], what: str) -> M:
@@ -129,12 +136,18 @@ class Stream:
         self._came: asyncio.Queue[Any] = asyncio.Queue()
         # grpc takes one write at a time.
         self._writing = asyncio.Lock()
+        self._number = 0
         self._reader = asyncio.create_task(self._read_all())
 
     async def _read_all(self) -> None:
         with contextlib.suppress(grpc.RpcError, asyncio.CancelledError):
             while isinstance(message := await self._call.read(), Message):
                 self._came.put_nowait(message)
+                self._number += 1
+                if self._number >= MOST_MESSAGES:
+                    self._transcript.sent(self._method, f"left after {self._number} messages")
+                    self._call.cancel()
+                    break
         self._came.put_nowait(None)
 
     async def send(self, message: Message) -> None:
@@ -200,7 +213,7 @@ class Stream:
         """How the call ended, once everything has been read; None for OK."""
         while await self.next(f"the end of {self._method}", seconds) is not None:
             pass
-        code = await self._call.code()
+        code = await within(seconds, self._call.code(), f"the end of {self._method}")
         if code is grpc.StatusCode.OK:
             self._transcript.received(self._method, "ended: OK")
             return None

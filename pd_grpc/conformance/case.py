@@ -115,7 +115,7 @@ def parsed(parse: Callable[[S], T], sent: S, what: str) -> T:
     """What the subject sent, as the kit's own code reads it. Broken where it cannot be read."""
     try:
         return parse(sent)
-    except (ValueError, DecodeError) as error:
+    except (ValueError, LookupError, DecodeError) as error:
         broken(f"{what} that can be used", f"{show(sent)}: {error}")
 
 

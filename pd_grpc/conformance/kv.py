@@ -131,13 +131,19 @@ def _sim_config(layout: KvLayout) -> EngineConfig | None:
     model = _SIM_MODEL.fullmatch(layout.model)
     if model is None or not layout.groups or layout.groups[0].kind is not GroupKind.FULL:
         return None
+    if not layout.groups[0].planes:
+        return None
     plane = layout.groups[0].planes[0]
-    config = EngineConfig(
-        engine="sim",
-        block_size=layout.block_size,
-        sim_vocab=int(model[1]),
-        sim_layers=layout.groups[0].layers,
-        sim_heads=plane.heads,
-        sim_head_dim=plane.head_dim,
-    )
-    return config if sim_layout(config) == layout else None
+    try:
+        config = EngineConfig(
+            engine="sim",
+            block_size=layout.block_size,
+            sim_vocab=int(model[1]),
+            sim_layers=layout.groups[0].layers,
+            sim_heads=plane.heads,
+            sim_head_dim=plane.head_dim,
+        )
+        return config if sim_layout(config) == layout else None
+    except ValueError:
+        # Numbers that no sim model has.
+        return None

@@ -18,6 +18,9 @@ from pd_grpc.protocol.faults import Fault, Reason
 from pd_grpc.protocol.messages import layout_from_proto, seconds
 from pd_grpc.v1 import decode_pb2, decode_pb2_grpc, layout_pb2, types_pb2
 
+_MOST_BLOCKS = 1 << 20
+"""A million tokens at one to a block."""
+
 
 class KitPrefill:
     """A P of the kit's. Its heartbeats list what is in `held`; with `beats=False` it sends only
@@ -329,5 +332,8 @@ class KitPrefill:
 
 
 def wanted_blocks(wanted: Iterable[types_pb2.BlockRange]) -> list[int]:
-    """The logical blocks of ranges."""
-    return [b for run in wanted for b in range(run.start, run.start + run.count)]
+    """The logical blocks of ranges. Broken when they are more than any prompt has."""
+    runs = list(wanted)
+    if sum(run.count for run in runs) > _MOST_BLOCKS:
+        broken("ranges within the prompt", runs)
+    return [b for run in runs for b in range(run.start, run.start + run.count)]

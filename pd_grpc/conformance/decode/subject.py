@@ -11,7 +11,14 @@ from typing import Any
 import grpc.aio
 
 from pd_grpc.conformance.calls import answer
-from pd_grpc.conformance.case import Broken, NotApplicable, answer_s, eventually, expect
+from pd_grpc.conformance.case import (
+    Broken,
+    NotApplicable,
+    answer_s,
+    eventually,
+    expect,
+    parsed,
+)
 from pd_grpc.conformance.channels import CHANNEL_OPTIONS, connect, new_epoch
 from pd_grpc.conformance.client import ClientLeg
 from pd_grpc.conformance.decode.prefill import KitPrefill
@@ -28,6 +35,11 @@ from pd_grpc.v1 import (
     inference_pb2_grpc,
     types_pb2,
 )
+
+_LONGEST_S = 600.0
+_MOST_BLOCK_TOKENS = 1024
+_MOST_BLOCK_BYTES = 1 << 28
+"""Of a subject that the kit can judge; the tokens are the bound of layout.proto."""
 
 
 @dataclass(frozen=True)
@@ -62,7 +74,7 @@ class DecodeSubject:
         self.info = info
         self.welcome = watch.welcome
         self.times = times_of(watch.welcome)
-        self.layout = layout_from_proto(watch.welcome.layout)
+        self.layout = parsed(layout_from_proto, watch.welcome.layout, "a layout")
         self.rule = KvRule(self.layout)
         self.total_blocks = total_blocks
         self.leaving = False
@@ -130,6 +142,9 @@ class DecodeSubject:
     async def _watch_again(self) -> None:
         self._watch.heard.clear()
         await self._watch.join()
+        now = self._watch.welcome.instance.epoch
+        if now != self.instance.epoch:
+            raise Broken(f"expected the D of epoch {self.instance.epoch}; epoch {now} is there now")
 
     async def _all_back(self) -> None:
         t = self.times
@@ -182,9 +197,23 @@ async def open_decode(endpoint: str) -> AsyncIterator[DecodeSubject]:
                 "a D that serves nobody else, with all its blocks free",
                 load,
             )
-            yield DecodeSubject(endpoint, info, watch, load.total_blocks)
+            subject = DecodeSubject(endpoint, info, watch, load.total_blocks)
+            _check_can_be_judged(subject)
+            yield subject
         finally:
             await watch.leave()
+
+
+def _check_can_be_judged(subject: DecodeSubject) -> None:
+    """Broken for what would take the kit days, or more memory than it has."""
+    longest = max(vars(subject.times).values())
+    expect(longest <= _LONGEST_S, f"announced times of at most {_LONGEST_S:g} s", f"{longest:g} s")
+    layout = subject.layout
+    expect(
+        0 < layout.block_size <= _MOST_BLOCK_TOKENS and 0 < layout.block_bytes <= _MOST_BLOCK_BYTES,
+        f"blocks of 1 to {_MOST_BLOCK_TOKENS} tokens and at most {_MOST_BLOCK_BYTES} bytes",
+        f"{layout.block_size} tokens and {layout.block_bytes} bytes",
+    )
 
 
 class DecodeHand:

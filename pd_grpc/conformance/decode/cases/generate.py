@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from pd_grpc.conformance.calls import check_field, check_metadata
-from pd_grpc.conformance.case import NotApplicable, broken
+from pd_grpc.conformance.case import NotApplicable, broken, quiet_s
 from pd_grpc.conformance.decode.cases.registry import DECODE_CASES as case
 from pd_grpc.conformance.decode.handover import HandOver, granted
 from pd_grpc.conformance.decode.subject import DecodeHand
@@ -118,10 +118,15 @@ async def larger_than_the_pool(d: DecodeHand) -> None:
 
 @case(661, "Prompt plus output may have at most this many tokens.")
 async def longer_than_the_model(d: DecodeHand) -> None:
-    """A prompt as long as the model takes, with no room for output, is refused."""
+    """A prompt as long as the model takes, with no room for output, is refused; one that leaves
+    room for a token is not."""
     longest = d.subject.info.max_model_len
     if not 0 < longest <= 1 << 20:
         raise NotApplicable(f"a model of {longest} tokens is too long for the case")
+    request = d.request()
+    request.sampling.max_tokens = 1
+    fits = inference_pb2.TokenIds(ids=request.prompt[:1] * (longest - 1))
+    await d.generate(request, token_ids=fits).shows_nothing(quiet_s(), "a leg that waits for its P")
     ids = inference_pb2.TokenIds(ids=[d.request().prompt[0]] * longest)
     await d.generate(d.request(), token_ids=ids).fails(Reason.BAD_REQUEST, "longer than the model")
 

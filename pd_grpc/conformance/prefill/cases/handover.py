@@ -257,7 +257,9 @@ async def timings_tell_where_the_time_went(p: PrefillHand) -> None:
 
 
 async def _no_hand_off(p: PrefillHand, d: KitDecode, why: str) -> None:
+    before = len(d.first_token.seen)
     caller = p.call(p.request(), d)
     ended = await caller.ends()
+    expect(len(d.first_token.seen) > before, "a first token that D answers", str(ended))
     expect(isinstance(ended, Fault), f"a fault: {why}", "OK" if ended is None else str(ended))
     expect("handed_off" not in caller.kinds, f"no handed_off: {why}", caller.kinds)

@@ -216,6 +216,7 @@ async def a_bad_chunk_is_not_the_callers(p: PrefillHand) -> None:
     d = await p.decode()
     d.kv.chunk.refuse(bad_request([FieldError("block_start", "out of bounds")]))
     ended = await p.call(p.request(), d).ends()
+    expect(bool(d.kv.chunk.seen), "a chunk that D finds out of bounds", str(ended))
     expect(ended is not None, "a failed call", "OK")
     code = ended.code if ended is not None else Code.OK
     expect(code is not Code.INVALID_ARGUMENT, "another code than INVALID_ARGUMENT", str(ended))
