@@ -92,7 +92,7 @@ def test_a_request_field_that_is_not_built_is_named(field: str, value: Any) -> N
 
 
 def test_a_direction_of_a_later_version_is_named() -> None:
-    later = max(sampling_pb2.Direction.values()) + 1
+    later: Any = max(sampling_pb2.Direction.values()) + 1
     assert unbuilt_scope(sampling_pb2.RequestScope(direction=later)) == "scope.direction"
 
 
