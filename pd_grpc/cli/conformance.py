@@ -14,7 +14,7 @@ import grpc
 import typer
 
 from pd_grpc.cli.console import EXIT_FAILED, describe, refuse, say_error, stderr, stdout
-from pd_grpc.cli.judging import ROLES, Places, Run
+from pd_grpc.cli.judging import Places, Run, role_of
 from pd_grpc.conformance.case import Broken, Case, Cases, answers_within
 from pd_grpc.conformance.report import as_table, explained
 from pd_grpc.conformance.results_file import CannotWrite, ResultsFile
@@ -210,7 +210,11 @@ def _begun(path: Path, run: Run) -> ResultsFile:
 
 def _all_cases(role: str, modules: Sequence[str]) -> list[Case[Any]]:
     """The cases of modules, then the kit's own, the last of which may leave the subject drained."""
-    cases = [case for module in modules for case in _cases_of(module)] + [*ROLES[role].cases]
+    try:
+        own = role_of(role).cases
+    except ModuleNotFoundError as error:
+        refuse(f"pd-grpc conformance: it needs {error.name}: pip install 'pd-grpc[server]'")
+    cases = [case for module in modules for case in _cases_of(module)] + [*own]
     seen: set[str] = set()
     for case in cases:
         if case.id in seen:

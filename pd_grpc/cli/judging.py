@@ -11,9 +11,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from pd_grpc.conformance.case import Case, Cases
-from pd_grpc.conformance.decode import DECODE_CASES, open_decode
-from pd_grpc.conformance.prefill import PREFILL_CASES, open_prefill
-from pd_grpc.conformance.router import ROUTER_CASES, open_instances, open_router
 from pd_grpc.conformance.run import Result, run_cases
 
 
@@ -28,13 +25,6 @@ class Places:
     alternate: str = "127.0.0.1:50073"
 
 
-@contextlib.asynccontextmanager
-async def _meet_router(endpoint: str, places: Places) -> AsyncIterator[Any]:
-    behind = (places.prefill, places.decode, places.alternate)
-    async with open_instances(*behind) as instances, open_router(endpoint, instances) as subject:
-        yield subject
-
-
 @dataclass(frozen=True)
 class Role:
     """What can be judged: its cases, and how to meet a subject at an endpoint."""
@@ -43,11 +33,29 @@ class Role:
     meet: Callable[[str, Places], AbstractAsyncContextManager[Any]]
 
 
-ROLES = {
-    "decode": Role(DECODE_CASES, lambda endpoint, places: open_decode(endpoint)),
-    "prefill": Role(PREFILL_CASES, lambda endpoint, places: open_prefill(endpoint, places.host)),
-    "router": Role(ROUTER_CASES, _meet_router),
-}
+def role_of(name: str) -> Role:
+    """The role `decode`, `prefill` or `router`. ModuleNotFoundError where what its cases need is
+    not installed; it is imported here, for other commands do without."""
+    if name == "decode":
+        from pd_grpc.conformance.decode import DECODE_CASES, open_decode
+
+        return Role(DECODE_CASES, lambda endpoint, places: open_decode(endpoint))
+    if name == "prefill":
+        from pd_grpc.conformance.prefill import PREFILL_CASES, open_prefill
+
+        return Role(PREFILL_CASES, lambda endpoint, places: open_prefill(endpoint, places.host))
+    from pd_grpc.conformance.router import ROUTER_CASES
+
+    return Role(ROUTER_CASES, _meet_router)
+
+
+@contextlib.asynccontextmanager
+async def _meet_router(endpoint: str, places: Places) -> AsyncIterator[Any]:
+    from pd_grpc.conformance.router import open_instances, open_router
+
+    behind = (places.prefill, places.decode, places.alternate)
+    async with open_instances(*behind) as instances, open_router(endpoint, instances) as subject:
+        yield subject
 
 
 @dataclass
@@ -72,7 +80,7 @@ class Run:
         cannot listen, grpc.RpcError where nobody answers."""
         self._listen_for_signals()
         try:
-            async with ROLES[self.role].meet(self.endpoint, places) as subject:
+            async with role_of(self.role).meet(self.endpoint, places) as subject:
                 self.about |= {"name": subject.instance.name, "model": subject.info.model}
                 await run_cases(subject, self.cases, self._hear)
         except asyncio.CancelledError:

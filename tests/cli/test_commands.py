@@ -237,6 +237,12 @@ def test_serve_help_needs_nothing_but_the_core(role: str) -> None:
     assert "--lease-s" in run.stdout
 
 
+def test_the_kit_says_what_has_to_be_installed() -> None:
+    run = pd_grpc_without("google_crc32c", "conformance", "--decode", "127.0.0.1:9")
+    assert run.returncode == 2
+    assert "it needs google_crc32c: pip install 'pd-grpc[server]'" in run.stderr
+
+
 @pytest.mark.parametrize(
     ("missing", "flags", "says"),
     [
