@@ -66,11 +66,13 @@ lint: protos-lint protos-breaking
 types: $(STAMP)
 	$(BIN)/mypy pd_grpc tests tools
 
-# Without ARGS the planted faults run four at a time, for they mostly wait; then all other tests.
+# What mostly waits: without ARGS these run four at a time, then the others two files at a time.
+WAITING := tests/bench tests/cli/test_conformance.py tests/compat tests/conformance tests/examples
+
 unit: $(STAMP)
 ifeq ($(ARGS),)
-	$(PY) -m pytest -q -m planted -n 4
-	$(PY) -m pytest -m 'not soak and not planted'
+	$(PY) -m pytest -q -n 4 $(WAITING)
+	$(PY) -m pytest -q -n 2 --dist loadfile tests/system tests $(addprefix --ignore=,$(WAITING))
 else
 	$(PY) -m pytest $(ARGS)
 endif
