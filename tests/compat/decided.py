@@ -79,7 +79,7 @@ CASES = [
     *refused(scenes.plain, Reason.LAYOUT_MISMATCH, "KvLayout.block_size", "KvLayout.groups"),
     *refused(scenes.plain, Reason.LAYOUT_MISMATCH, "KvGroup.layers", "KvGroup.planes"),
     *refused(scenes.plain, Reason.LAYOUT_MISMATCH, "Plane.dtype", "Plane.heads", "Plane.head_dim"),
-    *refused(scenes.plain, Reason.FEATURE, "Plane.kind", named="PlaneKind"),
+    *refused(scenes.plain, Reason.FEATURE, "Plane.kind", named="planes[0].kind"),
     *works(scenes.plain, "KvLayout.format", "KvGroup.kind", "Shard.tp_size"),
     # The grant.
     *refused(scenes.plain, Reason.NO_SESSION, "AllocateRequest.session_id", named="session"),
