@@ -89,7 +89,8 @@ async def test_fields_that_nobody_knows_yet_change_nothing(scene: Play) -> None:
     ended = await scene(unknown)
     assert {"Hello", "Welcome", "AllocateRequest", "AllocateResponse"} <= unknown.met
     check(usual, ended)
-    assert unknown.fields & set(NOT_SENT) == set()
+    # A heartbeat may come just while D decodes.
+    assert unknown.fields & set(NOT_SENT) <= {"Load.decoding_requests"}
 
 
 async def test_a_token_left_out_is_token_0() -> None:
