@@ -2,8 +2,8 @@
 
 Each D has a window of its own inside a total, so that a D that is slow, full or silent holds its
 own window only. Grants not yet computed are bounded too, so that D's blocks are not held idle: the
-Ds at work share `ahead` between them, and one whose grants pile up holds back nobody else.
-Allocates that still wait do not count against that.
+Ds that have granted some share `ahead` between them, and one whose grants pile up holds back nobody
+else. Allocates that still wait do not count against that.
 
 A D that has refused for want of room is not asked before its back-off is over; the requests for it
 wait meanwhile. A D that is lost or silent is behind its breaker; nobody waits for it.
@@ -170,10 +170,9 @@ class PreparePool:
             and not lane.backs_off(now)
             and may_ask(endpoint)
         ]
-        at_work = sum(not lane.empty for lane in self._lanes.values())
-        share = max(1, -(-self._limits.ahead // max(1, at_work)))
+        holding = sum(bool(lane.granted) for lane in self._lanes.values())
         while self._asking < self._limits.total:
-            heads = [lane for lane in open_lanes if self._may_ask_more(lane, share)]
+            heads = [lane for lane in open_lanes if self._may_ask_more(lane, holding)]
             if not heads:
                 break
             lane = min(heads, key=lambda each: next(iter(each.waiting.values())))
@@ -319,9 +318,12 @@ class PreparePool:
         if lane.asking.pop(key, None) is not None:
             self._asking -= 1
 
-    def _may_ask_more(self, lane: _Lane, share: int) -> bool:
+    def _may_ask_more(self, lane: _Lane, holding: int) -> bool:
+        """`holding` Ds have grants not yet computed; with this one they share `ahead`."""
         if not lane.waiting or (lane.breaker.fault is not None and lane.probe is not None):
             return False
+        sharing = holding if lane.granted else holding + 1
+        share = max(1, -(-self._limits.ahead // sharing))
         return len(lane.asking) < self._limits.window and len(lane.granted) < share
 
 

@@ -86,3 +86,16 @@ def test_grants_that_pile_up_for_one_decode_hold_back_no_other() -> None:
     assert pool.granted >= 4 and pool.start(lambda _: True, NOW) == []
     fill(pool, "free", range(8, 10))
     assert pool.start(lambda _: True, NOW) == [key(8), key(9)]
+
+
+def test_a_decode_that_grants_nothing_takes_no_share_of_what_is_prepared_ahead() -> None:
+    """S2, invariant 8: that of the others is as large as without it."""
+    pool = PreparePool(PrepareLimits(window=8, total=64, ahead=4))
+    fill(pool, "full", range(8))
+    pool.start(lambda _: True, NOW)
+    for n in range(8, 12):
+        fill(pool, "free", range(n, n + 1))
+        assert pool.start(lambda _: True, NOW) == [key(n)]
+        pool.answered(key(n), granted=True)
+    fill(pool, "free", range(12, 13))
+    assert pool.start(lambda _: True, NOW) == []

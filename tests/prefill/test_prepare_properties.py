@@ -168,9 +168,9 @@ class Pool(RuleBasedStateMachine):
     def _nobody_waits_without_need(self) -> None:
         if self.pool.paused or self.pool.in_flight >= self.limits.total:
             return
-        at_work = sum(bool(self._of(d)) for d in DECODES)
-        share = max(1, -(-self.limits.ahead // max(1, at_work)))
         for d in DECODES:
+            sharing = sum(bool(self.granted[other]) or other == d for other in DECODES)
+            share = max(1, -(-self.limits.ahead // sharing))
             held = (
                 not self.reachable[d]
                 or not self.pool.takes(d, self.now)
@@ -179,9 +179,6 @@ class Pool(RuleBasedStateMachine):
                 or any(self.pool.probes(key) for key in self.asking[d])
             )
             assert held or not self.waiting[d], f"{d} could be asked"
-
-    def _of(self, decode: str) -> list[TransferKey]:
-        return self.waiting[decode] + self.asking[decode] + self.granted[decode]
 
     # --- always --------------------------------------------------------------------------------
 
