@@ -19,6 +19,12 @@ _SMALL_VOCAB = 1000
 """No model has fewer tokens, where the size is not told."""
 
 
+def _greedy() -> sampling_pb2.SamplingParams:
+    """Eight tokens, whatever they are: an answer that ends by chance at the first one needs no KV,
+    and shows nothing of what most cases are about."""
+    return sampling_pb2.SamplingParams(max_tokens=8, temperature=0, seed=7, ignore_eos=True)
+
+
 @dataclass
 class Request:
     """What a client asks, and so what P and D are told of it."""
@@ -29,9 +35,7 @@ class Request:
     attempt: int = 1
     generated: list[int] = field(default_factory=list)
     request_id: str = ""
-    sampling: sampling_pb2.SamplingParams = field(
-        default_factory=lambda: sampling_pb2.SamplingParams(max_tokens=8, temperature=0, seed=7)
-    )
+    sampling: sampling_pb2.SamplingParams = field(default_factory=_greedy)
 
     @property
     def ref(self) -> types_pb2.TransferRef:

@@ -48,8 +48,6 @@ async def not_applicable(subject: PrefillSubject, case_ids: Sequence[str]) -> li
             ["P201", "P202", "P203", "P206", "P304", "P402", "P424", "P702", "P712", "P805"],
             [],
             id="a small vocabulary",
-            # One first token in 300 ends the answer, and then no KV moves.
-            marks=pytest.mark.soak,
         ),
     ],
 )

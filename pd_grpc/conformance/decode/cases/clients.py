@@ -141,7 +141,6 @@ async def a_slow_reader(d: DecodeHand) -> None:
     p = await d.prefill()
     request = d.request()
     request.sampling.max_tokens = 4 * d.block_size
-    request.sampling.ignore_eos = True
     async with d.channel_with(SMALL_WINDOW) as channel:
         stub = inference_pb2_grpc.InferenceServiceStub(channel)
         call = stub.Generate(request.generate(), timeout=BUDGET_S)
@@ -170,7 +169,6 @@ async def usage_in_the_aggregated_mode(d: DecodeHand) -> None:
     """The last message of either mode has the same counts."""
     await _prefills_itself(d)
     request = d.request()
-    request.sampling.ignore_eos = True
     request.generated = d.output(request, 2)
     local = d.generate(request, local=True)
     await local.finished()

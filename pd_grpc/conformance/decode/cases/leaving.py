@@ -85,7 +85,6 @@ async def while_it_decodes(d: DecodeHand) -> None:
     """The client leaves in the middle of a long answer, which ends without being finished."""
     request = d.request()
     request.sampling.max_tokens = d.subject.room_tokens - len(request.tokens)
-    request.sampling.ignore_eos = True
     h = await granted(d, request)
     await h.first_token(h.any_token)
     await h.send_kv()
