@@ -201,13 +201,15 @@ class PreparePool:
 
     def ask_again(self, key: TransferKey) -> None:
         """An Allocate in flight has ended with nothing that counts: back to its old place."""
-        lane = self._lanes[self._lane_of[key]]
+        endpoint = self._lane_of[key]
+        lane = self._lanes[endpoint]
         arrival = lane.asking[key]
         self._stop_asking(lane, key)
         if lane.probe == key:
             lane.probe = None
         waiting = [*lane.waiting.items(), (key, arrival)]
         lane.waiting = OrderedDict(sorted(waiting, key=lambda item: item[1]))
+        self._held.add(endpoint)
 
     def computed(self, key: TransferKey) -> None:
         """A grant has been computed, or never will be."""
@@ -269,8 +271,8 @@ class PreparePool:
         return lane is None or not (lane.is_open(now) or lane.backs_off(now))
 
     def held_back(self, now: float) -> list[tuple[TransferKey, Fault]]:
-        """Requests that wait for a D which may not be asked, and why. Each is told of once, when it
-        comes or when its D may no longer be asked."""
+        """Requests that wait for a D which may not be asked, and why. Each is told of when it comes
+        (back) and when its D may no longer be asked."""
         found: list[tuple[TransferKey, Fault]] = []
         for endpoint in sorted(self._held):
             lane = self._lanes.get(endpoint)

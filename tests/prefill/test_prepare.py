@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pd_grpc.prefill.prepare import PrepareLimits, PreparePool
+from pd_grpc.protocol.faults import Fault, Reason
 from pd_grpc.protocol.refs import TransferKey
 
 NOW = 1000.0
@@ -99,3 +100,15 @@ def test_a_decode_that_grants_nothing_takes_no_share_of_what_is_prepared_ahead()
         pool.answered(key(n), granted=True)
     fill(pool, "free", range(12, 13))
     assert pool.start(lambda _: True, NOW) == []
+
+
+def test_who_asks_again_hears_that_its_d_may_not_be_asked_meanwhile() -> None:
+    pool = PreparePool(PrepareLimits(window=8, total=8, ahead=4))
+    fill(pool, "a", range(2))
+    pool.start(lambda _: True, NOW)
+    lost = Fault(Reason.DECODE_LOST, "gone")
+    pool.failed("a", lost, NOW)
+    pool.answered(key(0), granted=False)
+    assert pool.held_back(NOW) == []
+    pool.ask_again(key(1))
+    assert pool.held_back(NOW) == [(key(1), lost)]
