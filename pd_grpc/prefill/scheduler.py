@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import deque
+from collections import OrderedDict, deque
 from dataclasses import dataclass
 
 from pd_grpc.blocks.pool import BlockPool, BlockState, Holding
@@ -22,7 +22,11 @@ class Plan:
 
 
 class PrefillScheduler:
-    """First come, first computed, up to `batch` requests and `chunk_tokens` tokens a step.
+    """The Ds in turn, and for each D first come, first computed; up to `batch` requests and
+    `chunk_tokens` tokens a step.
+
+    A D that is slow to answer grants many at once. In turn they are computed beside those for the
+    other Ds, which otherwise would stand behind them all.
 
     A prompt is cut at multiples of `chunk_tokens` from its own beginning, whatever is computed
     beside it, so that its KV is the same in every company. The oldest request always takes part; a
@@ -40,21 +44,21 @@ class PrefillScheduler:
         self._layout = layout
         self._batch = batch
         self._chunk_tokens = chunk_tokens
-        self._ready: deque[PrefillRecord] = deque()
+        self._ready: OrderedDict[str, deque[PrefillRecord]] = OrderedDict()
+        """By D, the one whose turn was longest ago first."""
         self._running: list[PrefillRecord] = []
         self._alone: set[int] = set()
         self._held: dict[str, list[Holding]] = {}
 
     def add(self, record: PrefillRecord) -> None:
         """A request is prepared."""
-        self._ready.append(record)
+        self._ready.setdefault(record.target.endpoint, deque()).append(record)
 
     def remove(self, record: PrefillRecord) -> None:
         """A request is computed, or need not be."""
         self._running = [other for other in self._running if other is not record]
         self._alone.discard(id(record))
-        if any(other is record for other in self._ready):
-            self._ready = deque(other for other in self._ready if other is not record)
+        self._leave(record)
 
     def suspect(self, records: tuple[PrefillRecord, ...]) -> None:
         """A step of several failed: compute each alone, so that only the one at fault fails."""
@@ -87,22 +91,17 @@ class PrefillScheduler:
         return tokens + self._next_chunk(record) <= self._chunk_tokens
 
     def _admissible(self) -> PrefillRecord | None:
-        """The oldest prepared request whose D has not used up its share, if there is room for it.
-        For lack of room none overtakes it."""
+        """The oldest prepared request of the D whose turn it is, of those that have not used up
+        their share, if there is room for it. For lack of room none overtakes it."""
         if not self._ready or len(self._running) >= self._batch:
             return None
         held = self._held_by_decode()
-        at_work = held.keys() | {record.target.endpoint for record in self._ready}
-        share = self._pool.total // (1 + len(at_work))
-        used_up: set[str] = set()
-        for record in self._ready:
-            decode, needed = record.target.endpoint, self._blocks(record)
-            if decode in used_up:
-                continue
+        share = self._pool.total // (1 + len(held.keys() | self._ready.keys()))
+        for decode, records in self._ready.items():
+            needed = self._blocks(records[0])
             if decode in held and held[decode] + needed > share:
-                used_up.add(decode)
                 continue
-            return record if needed <= self._pool.free else None
+            return records[0] if needed <= self._pool.free else None
         return None
 
     def _held_by_decode(self) -> dict[str, int]:
@@ -121,9 +120,21 @@ class PrefillScheduler:
     def _admit(self, record: PrefillRecord) -> None:
         holding = self._pool.reserve(self._blocks(record), BlockState.COMPUTING, str(record.key))
         record.holding = holding
-        self._held.setdefault(record.target.endpoint, []).append(holding)
-        self._ready = deque(other for other in self._ready if other is not record)
+        decode = record.target.endpoint
+        self._held.setdefault(decode, []).append(holding)
+        self._leave(record)
+        if decode in self._ready:
+            self._ready.move_to_end(decode)
         self._running.append(record)
+
+    def _leave(self, record: PrefillRecord) -> None:
+        """A request waits to be computed no more."""
+        decode = record.target.endpoint
+        left = deque(other for other in self._ready.get(decode, ()) if other is not record)
+        if left:
+            self._ready[decode] = left
+        else:
+            self._ready.pop(decode, None)
 
     def _next_chunk(self, record: PrefillRecord) -> int:
         to_boundary = self._chunk_tokens - record.computed % self._chunk_tokens

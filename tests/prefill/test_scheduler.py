@@ -138,6 +138,33 @@ def test_a_decode_that_keeps_its_share_of_blocks_busy_is_overtaken_by_another() 
     assert bench.pool.free == bench.pool.total
 
 
+def test_grants_that_come_all_at_once_stand_in_no_other_decodes_way() -> None:
+    """S1: a D that is slow to answer has granted ten; the others' turn comes in the same step."""
+    bench = Bench(batch=4)
+    bench.add(*[1] * 10, decode="slow")
+    bench.add(1, 1, decode="b")
+    bench.add(1, decode="c")
+    assert [index for index, _, _ in bench.step()] == [0, 10, 12, 1]
+    assert [index for index, _, _ in bench.step()] == [11, 2, 3, 4]
+    assert [index for index, _, _ in bench.step()] == [5, 6, 7, 8]
+    assert [index for index, _, _ in bench.step()] == [9]
+    assert bench.idle()
+
+
+def test_a_decode_whose_turn_it_is_waits_for_room_and_none_overtakes_it() -> None:
+    bench = Bench(blocks=8)
+    somebody = bench.pool.reserve(4, BlockState.COMPUTING, "somebody else")
+    bench.add(4, decode="a")
+    bench.add(16, decode="b")
+    bench.add(4, 4, decode="c")
+    assert bench.step() == [(0, 0, 4)]
+    assert bench.step() == [(1, 0, 8)]
+    assert bench.step() == [(1, 8, 8)]
+    assert bench.step() == [(2, 0, 4), (3, 0, 4)]
+    somebody.release()
+    assert bench.idle()
+
+
 def test_a_request_larger_than_a_share_is_computed_when_its_decode_holds_nothing() -> None:
     bench = Bench(blocks=4)
     bench.add(16)
