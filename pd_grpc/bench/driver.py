@@ -1,5 +1,7 @@
 """The client of the benchmark, as a process: it sends requests and notes when each has ended.
 
+It opens P's leg first, as the router does. What it sends is made before its clock starts.
+
 A *closed* load keeps a number of requests under way and sends the next when one has ended; an
 *open* one sends each at its time, whatever has become of the others.
 """
@@ -8,9 +10,9 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import grpc
 import grpc.aio
@@ -18,7 +20,7 @@ import grpc.aio
 from pd_grpc.bench.legs import BenchRequest, generate_request, prefill_request
 from pd_grpc.protocol import rpc
 from pd_grpc.protocol.config import Sizes, Timeouts
-from pd_grpc.v1 import inference_pb2_grpc, prefill_pb2_grpc
+from pd_grpc.v1 import inference_pb2, inference_pb2_grpc, prefill_pb2, prefill_pb2_grpc
 
 
 @dataclass(frozen=True)
@@ -36,6 +38,15 @@ class Ended:
     def finished(self) -> bool:
         """Whether the answer came whole."""
         return not self.fault
+
+
+class _Prepared(NamedTuple):
+    """What is sent for a request: to D or the router, and to P unless the router does that."""
+
+    request: BenchRequest
+    endpoint: str
+    generate: inference_pb2.GenerateRequest
+    prefill: prefill_pb2.PrefillRequest | None
 
 
 class Driver:
@@ -67,11 +78,12 @@ class Driver:
     async def _closed(self, groups: Mapping[str, Mapping[str, Any]], limit_s: float) -> list[Ended]:
         """Every request of every group; what has not ended after `limit_s` is cancelled and left
         out."""
+        prepared = {name: self._prepared(group["requests"]) for name, group in groups.items()}
         begun = time.monotonic()
         ended: list[Ended] = []
         lanes: list[asyncio.Task[None]] = []
         for name, group in groups.items():
-            waiting = iter([BenchRequest(**request) for request in group["requests"]])
+            waiting = iter(prepared[name])
             lanes += [
                 asyncio.create_task(self._lane(name, waiting, begun, ended))
                 for _ in range(group["at_once"])
@@ -84,64 +96,72 @@ class Driver:
                 raise result
         return ended
 
-    async def _lane(self, group: str, waiting: Any, begun: float, ended: list[Ended]) -> None:
+    def _prepared(self, requests: Sequence[Mapping[str, Any]]) -> list[_Prepared]:
+        return [self._prepare(BenchRequest(**request)) for request in requests]
+
+    def _prepare(self, request: BenchRequest) -> _Prepared:
+        name, endpoint = ("", self._router) if self._router else request.decodes[0]
+        handed_over = None if self._router else prefill_request(request)
+        return _Prepared(request, endpoint, generate_request(request, name), handed_over)
+
+    async def _lane(
+        self, group: str, waiting: Iterator[_Prepared], begun: float, ended: list[Ended]
+    ) -> None:
         for request in waiting:
             ended.append(await self._timed(group, request, begun, None))
 
     async def _open(
         self, arrivals: Sequence[Mapping[str, Any]], deadline_s: float | None
     ) -> list[Ended]:
+        prepared = self._prepared([arrival["request"] for arrival in arrivals])
         begun = time.monotonic()
         tasks = []
-        for arrival in arrivals:
+        for arrival, request in zip(arrivals, prepared, strict=True):
             await asyncio.sleep(max(0.0, begun + arrival["at_s"] - time.monotonic()))
-            request = BenchRequest(**arrival["request"])
             tasks.append(asyncio.create_task(self._timed("all", request, begun, deadline_s)))
         return list(await asyncio.gather(*tasks))
 
     async def _timed(
-        self, group: str, request: BenchRequest, begun: float, deadline_s: float | None
+        self, group: str, sent: _Prepared, begun: float, deadline_s: float | None
     ) -> Ended:
         sent_s = time.monotonic() - begun
         tokens, fault = 0, ""
         try:
-            tokens = await self._one(request, deadline_s)
+            tokens = await self._one(sent, deadline_s)
         except grpc.aio.AioRpcError as error:
             fault = str(rpc.read_error(error))
-        if not fault and tokens != request.output:
-            fault = f"{tokens} tokens instead of {request.output}"
+        if not fault and tokens != sent.request.output:
+            fault = f"{tokens} tokens instead of {sent.request.output}"
         return Ended(group, sent_s, time.monotonic() - begun, tokens, fault)
 
-    async def _one(self, request: BenchRequest, deadline_s: float | None) -> int:
+    async def _one(self, sent: _Prepared, deadline_s: float | None) -> int:
         """Tokens of the answer."""
-        if self._router:
-            return await self._generate(self._router, request, "", deadline_s)
-        name, endpoint = request.decodes[0]
+        if sent.prefill is None:
+            return await self._generate(sent, deadline_s)
         legs = [
-            asyncio.ensure_future(self._generate(endpoint, request, name, deadline_s)),
-            asyncio.ensure_future(self._hand_over(request, deadline_s)),
+            asyncio.ensure_future(self._hand_over(sent.prefill, deadline_s)),
+            asyncio.ensure_future(self._generate(sent, deadline_s)),
         ]
         try:
-            tokens, _ = await asyncio.gather(*legs)
+            _, tokens = await asyncio.gather(*legs)
         finally:
             for leg in legs:
                 leg.cancel()
             await asyncio.wait(legs)
         return tokens
 
-    async def _generate(
-        self, endpoint: str, request: BenchRequest, decode_name: str, deadline_s: float | None
-    ) -> int:
-        stub = inference_pb2_grpc.InferenceServiceStub(self._channel(endpoint))
+    async def _generate(self, sent: _Prepared, deadline_s: float | None) -> int:
+        stub = inference_pb2_grpc.InferenceServiceStub(self._channel(sent.endpoint))
         tokens = 0
-        message = generate_request(request, decode_name)
-        async for answer in stub.Generate(message, timeout=deadline_s):
+        async for answer in stub.Generate(sent.generate, timeout=deadline_s):
             tokens += len(answer.token_ids)
         return tokens
 
-    async def _hand_over(self, request: BenchRequest, deadline_s: float | None) -> int:
+    async def _hand_over(
+        self, message: prefill_pb2.PrefillRequest, deadline_s: float | None
+    ) -> int:
         stub = prefill_pb2_grpc.PrefillServiceStub(self._channel(self._prefill[0]))
-        async for _ in stub.Prefill(prefill_request(request), timeout=deadline_s):
+        async for _ in stub.Prefill(message, timeout=deadline_s):
             pass
         return 0
 

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import count
 
+from pd_grpc.bench.seed_model import CHUNK_TOKENS, PREFILL_BATCH
 from pd_grpc.bench.workload import Length
 from pd_grpc.engine.step_table import StepTable
 
@@ -32,7 +33,7 @@ class Preparing:
     free: bool = False
 
 
-AHEAD = 16
+AHEAD = 2 * PREFILL_BATCH
 """Twice P's batch, as `prepare_ahead` is where nothing is said; the same in every row."""
 SERIAL = Preparing(1, AHEAD, POLL_MS / 2)
 THREADS5 = Preparing(5, AHEAD, POLL_MS / 2)
@@ -54,8 +55,8 @@ class SeedModel:
     at_once: int
     steps: StepTable
     preparing: Preparing
-    prefill_batch: int = 8
-    chunk_tokens: int = 8192
+    prefill_batch: int = PREFILL_BATCH
+    chunk_tokens: int = CHUNK_TOKENS
     now: float = 0.0
     _events: list[tuple[float, int, str, list[Length]]] = field(default_factory=list)
     _order: count[int] = field(default_factory=count)

@@ -33,6 +33,11 @@ CONCURRENCY = 256
 INPUT_TOKENS = 1280
 OUTPUT_TOKENS = 700
 
+PREFILL_BATCH = 16
+CHUNK_TOKENS = 16_384
+"""What P computes in a step. With half of it P's computing is what every row but the serial one
+waits for, and nothing is left by which ways to prepare could differ."""
+
 _MANY = 1 << 16
 
 

@@ -9,7 +9,7 @@ from typing import Any
 from pd_grpc.bench.driver import Ended
 from pd_grpc.bench.model import BOUND, POOL, SERIAL, THREADS5, SeedModel
 from pd_grpc.bench.scope import Scope
-from pd_grpc.bench.seed_model import THREADS5_S, seed_steps
+from pd_grpc.bench.seed_model import CHUNK_TOKENS, PREFILL_BATCH, THREADS5_S, seed_steps
 from pd_grpc.bench.setup import Row, Setup, Timing
 from pd_grpc.bench.statistics import estimate
 from pd_grpc.bench.system import Group, System, running_system
@@ -48,7 +48,9 @@ class SeedRun:
 
 async def run_seed(row: Row, scope: Scope) -> SeedRun:
     """One run, on processes of its own."""
-    setup = Setup(row, Timing(scope.seed_scale, floor_ms=scope.floor_ms))
+    timing = Timing(scope.seed_scale, floor_ms=scope.floor_ms)
+    batch = {"prefill_batch": PREFILL_BATCH, "chunk_tokens": CHUNK_TOKENS}
+    setup = Setup(row, timing, prefill_settings=batch)
     async with running_system(setup) as system:
         lengths = spread_lengths(scope.seed_requests, scope.seed_input, scope.seed_output)
         requests = system.requests(lengths)

@@ -42,7 +42,7 @@ def prepare(
             min=0.01,
             help="Factor on the step times of the seed workload; the larger, the less a busy "
             "machine disturbs it.",
-            show_default="0.25, quick 0.2",
+            show_default="0.5, quick 0.2",
         ),
     ] = None,
     trace: Annotated[
@@ -56,7 +56,7 @@ def prepare(
 ) -> None:
     """Compare the prepare pool with how systems of this kind prepare today.
 
-    Without --quick it takes most of an hour, and wants the machine for itself.
+    Without --quick it takes more than an hour, and wants the machine for itself.
     """
     _check_extra()
     from pd_grpc.bench.plot import plot_rows

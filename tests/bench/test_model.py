@@ -28,8 +28,8 @@ def test_requests_beyond_those_at_once_follow_when_others_end() -> None:
 
 
 def test_prompts_that_are_ready_share_a_step_up_to_the_batch() -> None:
-    done = ends([Length(100, 1)] * 10, 10, BOUND)
-    assert done == [10] * 8 + [20] * 2
+    done = ends([Length(100, 1)] * 18, 18, BOUND)
+    assert done == [10] * 16 + [20] * 2
 
 
 def test_one_at_a_time_waits_for_a_step_of_decode_each() -> None:
