@@ -11,13 +11,18 @@ from pd_grpc.decode.transfer import Owner
 from pd_grpc.protocol.config import Timeouts
 from pd_grpc.protocol.faults import Fault, Reason, bad_request, not_meant
 from pd_grpc.protocol.layout import KvLayout
-from pd_grpc.protocol.messages import duration, layout_from_proto, layout_to_proto
+from pd_grpc.protocol.messages import (
+    INLINE,
+    duration,
+    layout_from_proto,
+    layout_to_proto,
+    transport_name,
+)
 from pd_grpc.protocol.refs import name_errors
 from pd_grpc.protocol.sampling import FieldError
 from pd_grpc.v1 import decode_pb2, layout_pb2, types_pb2
 
 HASH_ALGORITHM = "sha256-128-chain"
-INLINE = frozenset({layout_pb2.TRANSPORT_UNSPECIFIED, layout_pb2.TRANSPORT_INLINE})
 NAMES_REMEMBERED = 4096
 """Ps whose greatest epoch is known, the latest seen of them."""
 
@@ -228,13 +233,6 @@ def _check_whole(shard: layout_pb2.Shard, layout: KvLayout) -> None:
     lacks = missing_part(shard, layout)
     if lacks is not None:
         raise _mismatch(f"shards[0].{lacks.field}", lacks.ours, lacks.theirs)
-
-
-def transport_name(transport: layout_pb2.Transport) -> str:
-    """For people; one that this version does not know by its number."""
-    if transport in layout_pb2.Transport.values():
-        return layout_pb2.Transport.Name(transport)
-    return str(transport)
 
 
 def _mismatch(field: str, ours: str, theirs: str) -> Fault:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from pd_grpc.decode.sender_shard import missing_part
-from pd_grpc.decode.sessions import INLINE, transport_name
 from pd_grpc.protocol.faults import Fault, Reason, bad_request, not_meant
 from pd_grpc.protocol.layout import KvLayout
+from pd_grpc.protocol.messages import INLINE, transport_name
 from pd_grpc.protocol.refs import name_errors, ref_errors
 from pd_grpc.protocol.sampling import FieldError
 from pd_grpc.v1 import transfer_pb2

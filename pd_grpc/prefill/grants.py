@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from pd_grpc.prefill.states import Grant, PrefillRecord
 from pd_grpc.protocol.layout import KvLayout
+from pd_grpc.protocol.messages import INLINE
 from pd_grpc.transport.base import LayerRun, SendPlan
 from pd_grpc.v1 import decode_pb2, layout_pb2, types_pb2
-
-_INLINE = (layout_pb2.TRANSPORT_UNSPECIFIED, layout_pb2.TRANSPORT_INLINE)
 
 
 def read_grant(
@@ -30,7 +29,7 @@ def grant_problem(grant: Grant, record: PrefillRecord, layout: KvLayout) -> str 
         return "it has no grant_id"
     if not record.kv_needed:
         return None
-    if grant.transport not in _INLINE:
+    if grant.transport not in INLINE:
         return f"transport {grant.transport} was not offered"
     end = 0
     blocks = layout.blocks_for(len(record.tokens))

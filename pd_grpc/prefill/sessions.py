@@ -22,14 +22,12 @@ from pd_grpc.prefill.notices import (
 from pd_grpc.protocol.config import Timeouts
 from pd_grpc.protocol.faults import Code, Fault, Reason, TransportFault, not_meant
 from pd_grpc.protocol.layout import KvLayout
-from pd_grpc.protocol.messages import layout_from_proto, seconds
+from pd_grpc.protocol.messages import INLINE, layout_from_proto, seconds, transport_name
 from pd_grpc.protocol.timers import Timers
-from pd_grpc.v1 import decode_pb2, layout_pb2, types_pb2
+from pd_grpc.v1 import decode_pb2, types_pb2
 
 SILENT_HEARTBEATS = 2
 """A session on which D said nothing for this many heartbeats is broken."""
-
-_OFFERED = (layout_pb2.TRANSPORT_UNSPECIFIED, layout_pb2.TRANSPORT_INLINE)
 
 _TURNED_AWAY = frozenset(
     {Reason.STALE_EPOCH, Reason.WRONG_INSTANCE, Reason.LAYOUT_MISMATCH, Reason.FEATURE}
@@ -305,13 +303,12 @@ class DecodeSession:
                 f"{first.ours} here, {first.theirs} there",
                 {"field": first.field, "ours": first.ours, "theirs": first.theirs},
             )
-        if welcome.transport not in _OFFERED:
-            known = welcome.transport in layout_pb2.Transport.values()
-            name = layout_pb2.Transport.Name(welcome.transport) if known else welcome.transport
+        if welcome.transport not in INLINE:
+            name = transport_name(welcome.transport)
             return Fault(
                 Reason.LAYOUT_MISMATCH,
                 f"{self.endpoint} chose transport {name}, which was not offered",
-                {"field": "transport", "ours": "TRANSPORT_INLINE", "theirs": str(name)},
+                {"field": "transport", "ours": "TRANSPORT_INLINE", "theirs": name},
             )
         for feature in ("grant_needs_client", "first_token_by_decode"):
             if getattr(welcome, feature):

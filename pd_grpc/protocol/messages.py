@@ -16,6 +16,9 @@ from pd_grpc.v1 import layout_pb2, sampling_pb2
 MAX_DURATION_S = 315_576_000_000
 """The longest Duration that protobuf allows, some ten thousand years."""
 
+INLINE = frozenset({layout_pb2.TRANSPORT_UNSPECIFIED, layout_pb2.TRANSPORT_INLINE})
+"""The values that mean KV within the chunks, the one transport that is built."""
+
 _BUILT_DIRECTIONS = (sampling_pb2.DIRECTION_UNSPECIFIED, sampling_pb2.DIRECTION_PUSH)
 
 _UINT32 = next(code for code in "IL" if array(code).itemsize == 4)
@@ -145,6 +148,13 @@ def _group_from_proto(g: int, p: layout_pb2.KvGroup) -> KvGroup:
         )
     except ValueError as error:
         raise ValueError(f"groups[{g}]: {error}") from None
+
+
+def transport_name(transport: layout_pb2.Transport) -> str:
+    """For people; one that this version does not know by its number."""
+    if transport in layout_pb2.Transport.values():
+        return layout_pb2.Transport.Name(transport)
+    return str(transport)
 
 
 def prompt_digest(token_ids: Sequence[int]) -> bytes:

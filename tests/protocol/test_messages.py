@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from pd_grpc.protocol.layout import CANONICAL, GroupKind, KvGroup, KvLayout, Plane, PlaneKind
 from pd_grpc.protocol.messages import (
+    INLINE,
     MAX_DURATION_S,
     duration,
     layout_from_proto,
@@ -22,11 +23,12 @@ from pd_grpc.protocol.messages import (
     sampling_to_proto,
     seconds,
     token_errors,
+    transport_name,
     unbuilt_sampling,
     unbuilt_scope,
 )
 from pd_grpc.protocol.sampling import Sampling
-from pd_grpc.v1 import layout_pb2, sampling_pb2
+from pd_grpc.v1 import decode_pb2, layout_pb2, sampling_pb2
 
 samplings = st.builds(
     Sampling,
@@ -211,3 +213,13 @@ def test_a_duration_beyond_what_protobuf_allows_is_cut_to_that() -> None:
     assert again.seconds == MAX_DURATION_S
     assert again.ToJsonString() == f"{MAX_DURATION_S}s"
     assert duration(float("inf")) == again
+
+
+def test_a_transport_of_a_later_version_is_named_by_its_number() -> None:
+    hello = decode_pb2.Hello()
+    hello.transports.append(77)  # type: ignore[arg-type]
+    assert [transport_name(t) for t in hello.transports] == ["77"]
+    assert [transport_name(t) for t in sorted(INLINE)] == [
+        "TRANSPORT_UNSPECIFIED",
+        "TRANSPORT_INLINE",
+    ]

@@ -13,8 +13,8 @@ from pd_grpc.conformance.decode.prefill import wanted_blocks
 from pd_grpc.conformance.decode.subject import DecodeHand
 from pd_grpc.conformance.request import Request, prompt_of
 from pd_grpc.protocol.faults import Fault, Reason, read_status
-from pd_grpc.protocol.messages import duration, seconds
-from pd_grpc.v1 import decode_pb2, layout_pb2, sampling_pb2, types_pb2
+from pd_grpc.protocol.messages import INLINE, duration, seconds
+from pd_grpc.v1 import decode_pb2, sampling_pb2, types_pb2
 
 
 @case(200, "Logical blocks D wants; what is missing here D holds already.")
@@ -55,8 +55,7 @@ async def a_grant_says_where_and_how_long(d: DecodeHand) -> None:
     expect(bool(grant.shards), "at least one shard", grant)
     for shard in grant.shards:
         expect(shard.endpoint in known, f"a shard of welcome, one of {known}", shard)
-    inline = (layout_pb2.TRANSPORT_UNSPECIFIED, layout_pb2.TRANSPORT_INLINE)
-    expect(grant.transport in inline, "transport INLINE", grant)
+    expect(grant.transport in INLINE, "transport INLINE", grant)
 
 
 @case(203, "Any other process of D refuses it with FAILED_PRECONDITION, STALE_EPOCH.")

@@ -9,6 +9,7 @@ from pd_grpc.conformance.prefill.grant import expect_kv
 from pd_grpc.conformance.prefill.shard import IncomingKv
 from pd_grpc.conformance.prefill.subject import PrefillHand
 from pd_grpc.protocol.faults import Code, Fault, Reason, bad_request
+from pd_grpc.protocol.messages import INLINE
 from pd_grpc.protocol.sampling import FieldError
 from pd_grpc.v1 import layout_pb2, transfer_pb2
 
@@ -26,8 +27,7 @@ async def open_names_the_grant(p: PrefillHand) -> None:
     expect_equal(stream.open.ref.transfer_id, request.transfer_id, "open.ref.transfer_id")
     expect_equal(stream.open.ref.attempt, request.attempt, "open.ref.attempt")
     expect_equal(stream.open.shard_index, 0, "open.shard_index")
-    inline = (layout_pb2.TRANSPORT_UNSPECIFIED, layout_pb2.TRANSPORT_INLINE)
-    expect(stream.open.transport in inline, "transport INLINE", stream.open)
+    expect(stream.open.transport in INLINE, "transport INLINE", stream.open)
 
 
 @case(302, "P sends open, waits for opened, then sends any number of chunks in any order, and end;")

@@ -54,17 +54,17 @@ def only_known_directions_are_looked_at(patch: pytest.MonkeyPatch) -> None:
 
 @mutant("P804")
 def any_transport_will_do(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(sessions, "_OFFERED", frozenset(range(100)))
+    patch.setattr(sessions, "INLINE", frozenset(range(100)))
 
 
 @mutant("P808")
 def a_transport_must_be_named(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(sessions, "_OFFERED", (layout_pb2.TRANSPORT_INLINE,))
+    patch.setattr(sessions, "INLINE", frozenset({layout_pb2.TRANSPORT_INLINE}))
 
 
 @mutant("P808")
 def a_grant_must_name_its_transport(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(grants, "_INLINE", (layout_pb2.TRANSPORT_INLINE,))
+    patch.setattr(grants, "INLINE", frozenset({layout_pb2.TRANSPORT_INLINE}))
 
 
 @mutant("P805", max_message_bytes=1 << 20)
