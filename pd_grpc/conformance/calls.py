@@ -25,14 +25,12 @@ from pd_grpc.conformance.case import (
 )
 from pd_grpc.conformance.transcript import Transcript
 from pd_grpc.protocol.faults import STATUS_TABLE, Code, Fault, Reason, TransportFault
-from pd_grpc.protocol.rpc import read_error
+from pd_grpc.protocol.rpc import STATUS_METADATA, read_error
 
 M = TypeVar("M", bound=Message)
 
 MOST_MESSAGES = 100_000
 """Of one stream, in a case of a few seconds; a subject that sends more floods the kit."""
-
-_DETAILS_KEY = "grpc-status-details-bin"
 
 
 async def answer(call: Awaitable[M], what: str, seconds: float | None = None) -> M:
@@ -88,9 +86,9 @@ async def refusal_details(
         got = await within(seconds, call, wanted)
     except grpc.RpcError as error:
         metadata: Any = error.trailing_metadata()
-        details = dict(metadata or ()).get(_DETAILS_KEY, b"")
+        details = dict(metadata or ()).get(STATUS_METADATA, b"")
         fault = check_fault(read_error(error), reason, what)
-        return fault, parsed(status_pb2.Status.FromString, details, f"{_DETAILS_KEY} of {fault}")
+        return fault, parsed(status_pb2.Status.FromString, details, f"{STATUS_METADATA} of {fault}")
     broken(wanted, got)
 
 

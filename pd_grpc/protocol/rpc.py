@@ -22,7 +22,8 @@ _NO_DEADLINE_S = 1e9
 FAREWELL_S = 1.0
 """How long a peer may take to read the status that ends its call."""
 
-_DETAILS_KEY = "grpc-status-details-bin"
+STATUS_METADATA = "grpc-status-details-bin"
+"""Where a status travels beside its code, as gRPC has it in every language."""
 
 
 def channel_options(timeouts: Timeouts, sizes: Sizes) -> list[tuple[str, Any]]:
@@ -126,7 +127,7 @@ async def abort_with(
     aborting = context.abort(
         grpc_code(Code(status.code)),
         status.message,
-        trailing_metadata=((_DETAILS_KEY, status.SerializeToString()),),
+        trailing_metadata=((STATUS_METADATA, status.SerializeToString()),),
     )
     try:
         await asyncio.wait_for(aborting, FAREWELL_S)
@@ -152,7 +153,7 @@ def read_error(error: grpc.RpcError) -> Fault | TransportFault:
     """What a failed call of either API says."""
     metadata: Any = error.trailing_metadata()  # pairs in both APIs, whatever the stubs say
     for key, value in metadata or ():
-        if key == _DETAILS_KEY:
+        if key == STATUS_METADATA:
             # What cannot be parsed is not of our making.
             with contextlib.suppress(DecodeError):
                 return read_status(status_pb2.Status.FromString(value))
