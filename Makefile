@@ -24,7 +24,7 @@ help:
 	@echo 'make protos-breaking  compare the protocol with that of the last tag or the baseline'
 	@echo 'make protos-baseline  make the protocol, as it is now, the baseline'
 	@echo 'make tables           write the tables of README.md that come from code'
-	@echo 'make docs             write the parts of docs/ that come from protos and code'
+	@echo 'make docs             write the parts of README.md and docs/ that come from protos and code'
 	@echo 'make format           format Python and protos'
 	@echo 'make clean            remove what the build left, and the environments'
 
@@ -147,13 +147,10 @@ protos-baseline: protos-breaking
 # -------------------------------------------------------------------------------------------------
 
 tables: $(STAMP)
-	$(PY) -m tools.readme_tables
+	$(PY) -m tools.pages README.md
 
 docs: $(STAMP)
-	$(PY) -m tools.protocol_reference
-	$(PY) -m tools.case_tables
-	$(PY) -m tools.sim_page
-	$(PY) -m tools.prepare_knobs
+	$(PY) -m tools.pages
 
 format: $(STAMP)
 	$(BIN)/ruff check --fix .

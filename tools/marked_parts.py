@@ -5,11 +5,15 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Mapping
+from typing import TypeAlias
+
+Parts: TypeAlias = Mapping[str, Callable[[], str]]
+"""What makes each part, by its name."""
 
 _PART = re.compile(r"<!-- (table|generated): (\w+) -->\n.*?<!-- end -->", re.DOTALL)
 
 
-def with_parts(text: str, parts: Mapping[str, Callable[[], str]]) -> str:
+def with_parts(text: str, parts: Parts) -> str:
     """The text with every part as the code has it. KeyError for a part nobody makes."""
 
     def part(match: re.Match[str]) -> str:

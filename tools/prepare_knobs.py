@@ -1,16 +1,10 @@
-"""Writes the table of docs/prepare.md, part of `make docs`."""
+"""The table of docs/prepare.md."""
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable
-from pathlib import Path
-
 from pd_grpc.cli.settings import settings_table
 from pd_grpc.protocol.config import PrefillConfig
-from tools.marked_parts import table, with_parts
-
-PAGE = Path(__file__).parent.parent / "docs" / "prepare.md"
+from tools.marked_parts import Parts, table
 
 KNOBS = (
     "prepare-window",
@@ -38,14 +32,4 @@ def knobs() -> str:
     return table("flag | environment | default | what it is", cells)
 
 
-PARTS: dict[str, Callable[[], str]] = {"knobs": knobs}
-
-
-def main() -> int:
-    """Rewrite the page in place."""
-    PAGE.write_text(with_parts(PAGE.read_text(), PARTS))
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+PARTS: Parts = {"knobs": knobs}

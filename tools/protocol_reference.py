@@ -1,4 +1,4 @@
-"""Writes the parts of docs/protocol.md that come from the protos and the code: `make docs`.
+"""The parts of docs/protocol.md that come from the protos and the code.
 
 What stands between the parts is written by hand.
 """
@@ -6,14 +6,12 @@ What stands between the parts is written by hand.
 from __future__ import annotations
 
 import re
-import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from pd_grpc.protocol.config import Timeouts
-from tools.marked_parts import table, with_parts
+from tools.marked_parts import Parts, table
 from tools.proto_source import (
     PACKAGE,
-    ROOT,
     Enum,
     Field,
     File,
@@ -21,12 +19,10 @@ from tools.proto_source import (
     Method,
     Service,
     messages,
-    read_protos,
 )
 from tools.readme_tables import statuses
 from tools.state_tables import decode_diagram, decode_table, prefill_diagram, prefill_table
 
-PAGE = ROOT / "docs" / "protocol.md"
 DURATION = "google.protobuf.Duration"
 
 _SHAPES = {
@@ -38,7 +34,7 @@ _SHAPES = {
 _RESERVED = re.compile(r"Reserved\b")
 
 
-def parts(files: Sequence[File]) -> dict[str, Callable[[], str]]:
+def parts(files: Sequence[File]) -> Parts:
     """What makes each part of the page."""
     return {
         "methods": lambda: methods(files),
@@ -198,18 +194,3 @@ def slug(heading: str) -> str:
     """The anchor that GitHub gives to the first heading of this text."""
     kept = re.sub(r"[^\w\- ]", "", heading.strip().lower())
     return kept.replace(" ", "-")
-
-
-def page(text: str) -> str:
-    """The page with every part as protos and code have it."""
-    return with_parts(text, parts(read_protos()))
-
-
-def main() -> int:
-    """Rewrite docs/protocol.md in place."""
-    PAGE.write_text(page(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,10 +1,6 @@
-"""Writes the tables of README.md that come from code: `make tables`."""
+"""The tables of README.md that come from code."""
 
 from __future__ import annotations
-
-import sys
-from collections.abc import Callable
-from pathlib import Path
 
 from pydantic import BaseModel
 
@@ -19,14 +15,11 @@ from pd_grpc.protocol.config import (
     Timeouts,
 )
 from pd_grpc.protocol.faults import STATUS_TABLE
-from tools.marked_parts import table, with_parts
+from tools.marked_parts import Parts, table
 
 
 class _TimeoutsAndSizes(Timeouts, Sizes):
     """What has tables of its own."""
-
-
-README = Path(__file__).parent.parent / "README.md"
 
 
 def statuses() -> str:
@@ -50,7 +43,7 @@ def settings(section: type[BaseModel], without: type[BaseModel] = BaseModel) -> 
     return table("flag | environment | default | what it is", rows)
 
 
-TABLES: dict[str, Callable[[], str]] = {
+TABLES: Parts = {
     "statuses": statuses,
     "timeouts": lambda: settings(Timeouts),
     "sizes": lambda: settings(Sizes),
@@ -59,13 +52,3 @@ TABLES: dict[str, Callable[[], str]] = {
     "router": lambda: settings(RouterConfig, without=ServerConfig),
     "decode": lambda: settings(DecodeConfig, without=PrefillConfig),
 }
-
-
-def main() -> int:
-    """Rewrite README.md in place."""
-    README.write_text(with_parts(README.read_text(), TABLES))
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

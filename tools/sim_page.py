@@ -1,17 +1,12 @@
-"""Writes docs/sim.md: the sim engine's rule out of its docstrings, part of `make docs`."""
+"""The parts of docs/sim.md: the sim engine's rule, out of its docstrings."""
 
 from __future__ import annotations
 
 import inspect
-import sys
-from collections.abc import Callable
-from pathlib import Path
 
 from pd_grpc.engine import sim
 from pd_grpc.engine.sim_tokenizer import SimTokenizer
-from tools.marked_parts import with_parts
-
-PAGE = Path(__file__).parent.parent / "docs" / "sim.md"
+from tools.marked_parts import Parts
 
 
 def _rule() -> str:
@@ -19,17 +14,7 @@ def _rule() -> str:
     return inspect.cleandoc(sim.__doc__ or "").split("\n\n", 1)[1]
 
 
-PARTS: dict[str, Callable[[], str]] = {
+PARTS: Parts = {
     "sim_rule": _rule,
     "sim_tokenizer": lambda: inspect.getdoc(SimTokenizer) or "",
 }
-
-
-def main() -> int:
-    """Rewrite the page in place."""
-    PAGE.write_text(with_parts(PAGE.read_text(), PARTS))
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

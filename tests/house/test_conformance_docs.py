@@ -9,24 +9,9 @@ from pd_grpc.conformance.decode import DECODE_CASES
 from pd_grpc.conformance.prefill import PREFILL_CASES
 from pd_grpc.conformance.router import ROUTER_CASES
 from tests.house.pages import ROOT
-from tools import sim_page
-from tools.case_tables import PAGE, TABLES
-from tools.marked_parts import part_names, with_parts
 
 IDS = [case.id for cases in (DECODE_CASES, PREFILL_CASES, ROUTER_CASES) for case in cases]
 DOCS = ROOT / "docs"
-
-
-def test_the_list_of_cases_is_what_the_kit_has() -> None:
-    text = PAGE.read_text(encoding="utf-8")
-    assert sorted(part_names(text)) == sorted(TABLES)
-    assert with_parts(text, TABLES) == text, "run `make docs`"
-
-
-def test_the_rule_of_the_sim_engine_is_that_of_its_docstring() -> None:
-    text = sim_page.PAGE.read_text(encoding="utf-8")
-    assert sorted(part_names(text)) == sorted(sim_page.PARTS)
-    assert with_parts(text, sim_page.PARTS) == text, "run `make docs`"
 
 
 def test_the_way_to_the_other_side_leads_past_every_case_once() -> None:

@@ -14,16 +14,9 @@ import typer.main
 from pd_grpc.cli.commands import app
 from pd_grpc.cli.settings import ROLES, settings_table
 from tests.house.pages import ROOT
-from tools.marked_parts import part_names, with_parts
-from tools.readme_tables import README, TABLES
 
+README = ROOT / "README.md"
 PAGES = [README, *sorted((ROOT / "docs").glob("*.md")), ROOT / "examples" / "node" / "README.md"]
-
-
-def test_the_tables_of_the_readme_are_those_of_the_code() -> None:
-    text = README.read_text()
-    assert set(part_names(text)) == set(TABLES)
-    assert with_parts(text, TABLES) == text, "run `make tables`"
 
 
 def commands_of(page: Path) -> Iterator[list[str]]:
