@@ -74,7 +74,7 @@ def timers(files: Sequence[File]) -> str:
     rows = [
         (
             f"`{name.removesuffix('_s')}`",
-            f"{field.default:g} s",
+            f"{field.default:g}{' s' if name.endswith('_s') else ''}",
             field.description or "",
             ", ".join(announced.get(name, ())),
         )

@@ -50,6 +50,9 @@ class Timeouts(_Section):
     backoff_max_s: float = Field(
         5.0, gt=0, description="longest time named by a D without room that P keeps to"
     )
+    backoff_jitter: float = Field(
+        0.25, ge=0, le=1, description="part of each back-off added by chance, lest Ps ask together"
+    )
     breaker_open_s: float = Field(
         0.25, gt=0, description="P turns from a D that is lost or silent for this long, then probes"
     )
@@ -95,9 +98,6 @@ class Sizes(_Section):
     prefill_queue: int = Field(1024, ge=1, description="requests that may wait on P for one D")
     prepare_ahead: int = Field(
         0, ge=0, description="grants not yet computed; 0 means twice P's batch"
-    )
-    backoff_jitter: float = Field(
-        0.25, ge=0, le=1, description="part of each back-off added by chance, lest Ps ask together"
     )
 
 
