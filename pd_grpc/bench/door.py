@@ -9,14 +9,11 @@ from __future__ import annotations
 import asyncio
 from dataclasses import dataclass
 
-from opentelemetry.context import Context as TraceContext
-
-from pd_grpc.decode.outbox import TokenOutbox
 from pd_grpc.decode.runtime import DecodeRuntime
 from pd_grpc.decode.service import Context, DecodeInference, DecodeService
 from pd_grpc.protocol.config import Timeouts
 from pd_grpc.protocol.posting import post
-from pd_grpc.v1 import decode_pb2, inference_pb2
+from pd_grpc.v1 import decode_pb2
 
 
 @dataclass(frozen=True)
@@ -67,15 +64,10 @@ class DoorService(DecodeService):
 
 
 class WholeAnswers(DecodeInference):
-    """Sends an answer when it is complete, in one message.
+    """Sends each answer in one message.
 
-    A message for each of 256 requests after each scaled step would take both cores for itself; it
-    has nothing to do with preparing, and is the same in every row.
+    One for each of 256 requests after each scaled step would take both cores for itself; it has
+    nothing to do with preparing, and is the same in every row.
     """
 
-    def _open(
-        self, request: inference_pb2.GenerateRequest, budget_s: float, parent: TraceContext
-    ) -> tuple[int, TokenOutbox]:
-        call, outbox = super()._open(request, budget_s, parent)
-        outbox.keep_whole()
-        return call, outbox
+    whole_answers = True

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from typing import Any
+from typing import Any, ClassVar
 
 import grpc.aio
 from google.protobuf.message import DecodeError
-from opentelemetry.context import Context as TraceContext
 
 from pd_grpc.decode import events as ev
 from pd_grpc.decode.outbox import SessionOutbox, TokenOutbox
@@ -120,6 +119,10 @@ class DecodeService(decode_pb2_grpc.DecodeServiceServicer):
 class DecodeInference(inference_pb2_grpc.InferenceServiceServicer):
     """What clients call on D."""
 
+    whole_answers: ClassVar[bool] = False
+    """Whether an answer goes in one message, when it is complete, for those who start a D whose
+    clients show nothing before."""
+
     def __init__(
         self,
         runtime: DecodeRuntime,
@@ -133,7 +136,9 @@ class DecodeInference(inference_pb2_grpc.InferenceServiceServicer):
     async def Generate(self, request: inference_pb2.GenerateRequest, context: Context) -> None:
         budget_s = rpc.budget_of(context, self._timeouts)
         parent = extract(context.invocation_metadata())
-        call, outbox = self._open(request, budget_s, parent)
+        call, outbox = self._runtime.open_generate(request, budget_s, parent)
+        if self.whole_answers:
+            outbox.keep_whole()
         try:
             # The machine answers within the budget; what follows is for the reader to take it.
             await rpc.write_within(_write_all(outbox, context), budget_s + rpc.FAREWELL_S)
@@ -141,11 +146,6 @@ class DecodeInference(inference_pb2_grpc.InferenceServiceServicer):
             await rpc.abort(context, fault)
         finally:
             self._runtime.close_generate(call)
-
-    def _open(
-        self, request: inference_pb2.GenerateRequest, budget_s: float, parent: TraceContext
-    ) -> tuple[int, TokenOutbox]:
-        return self._runtime.open_generate(request, budget_s, parent)
 
     async def GetModelInfo(
         self, request: inference_pb2.GetModelInfoRequest, context: Context

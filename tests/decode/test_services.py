@@ -10,6 +10,7 @@ import grpc
 import grpc.aio
 import pytest
 
+from pd_grpc.decode.service import DecodeInference
 from pd_grpc.protocol.faults import Code, Fault, Quota, Reason
 from pd_grpc.protocol.rpc import read_error
 from pd_grpc.v1 import (
@@ -41,6 +42,20 @@ async def test_a_whole_hand_over_gives_sims_answer(d: Wire, length: int) -> None
     assert last.finish_reason == types_pb2.FINISH_REASON_LENGTH
     assert last.usage == types_pb2.Usage(prompt_tokens=length, completion_tokens=11)
     assert last.decode_instance == "d"
+
+
+async def test_an_answer_comes_in_one_message_where_d_is_started_so() -> None:
+    class Whole(DecodeInference):
+        whole_answers = True
+
+    async with wire(inference=Whole) as d:
+        p = await d.prefill()
+        request = d.request(max_tokens=9)
+        call = d.generate(request)
+        await p.hand_over(request)
+        (message,) = [message async for message in call]
+        assert list(message.token_ids) == d.answer(request)
+        assert message.finish_reason == types_pb2.FINISH_REASON_LENGTH
 
 
 async def test_sampled_tokens_depend_on_seed_and_position_alone(d: Wire) -> None:

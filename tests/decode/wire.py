@@ -16,6 +16,7 @@ from opentelemetry.sdk.trace import TracerProvider
 
 from pd_grpc.blocks.pool import BlockState
 from pd_grpc.decode.server import DecodeServer, start_decode
+from pd_grpc.decode.service import DecodeInference
 from pd_grpc.engine.base import PrefillChunk, Sampled, SampleSpec
 from pd_grpc.engine.sim import SimEngine
 from pd_grpc.engine.sim_reference import sim_answer
@@ -134,11 +135,14 @@ class Wire:
 async def wire(
     engine: Callable[[DecodeConfig], SimEngine] = SimEngine,
     provider: TracerProvider | None = None,
+    inference: type[DecodeInference] = DecodeInference,
     **settings: Any,
 ) -> AsyncIterator[Wire]:
     """A D that must have all its blocks back before it is stopped."""
     config = DecodeConfig(**{**SIM, **settings})
-    server = await start_decode(config, engine(config), tracer_provider=provider)
+    server = await start_decode(
+        config, engine(config), tracer_provider=provider, inference=inference
+    )
     try:
         async with grpc.aio.insecure_channel(server.endpoint) as channel:
             running = Wire(server, channel, config)
