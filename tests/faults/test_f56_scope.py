@@ -1,0 +1,71 @@
+"""F56: KV of one salt, adapter or image never serves another request.
+
+None of them is built: a request that names one is refused by name, and D keeps no KV of a request
+that has ended, so that equal tokens never meet KV of before."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import grpc.aio
+
+from pd_grpc.protocol.faults import Code, Fault, Reason
+from pd_grpc.protocol.sampling import Sampling
+from pd_grpc.v1 import inference_pb2_grpc, prefill_pb2, prefill_pb2_grpc, sampling_pb2
+from tests.cluster import cluster
+from tests.decode.wire import fault_of, wire
+from tests.prefill.cluster import request_to
+from tests.system.asking import ask, request
+
+PROMPT = list(range(40, 104))
+SAMPLING = Sampling(max_tokens=4, temperature=0.0, ignore_eos=True)
+SCOPES: dict[str, Any] = {
+    "adapter": "lora-7",
+    "cache_salt": b"of another tenant",
+    "media_hashes": [b"h" * 32],
+    "tenant": "another",
+    "model": "another",
+}
+
+
+def _is_refusal(fault: Fault, name: str) -> None:
+    assert (fault.code, fault.reason) == (Code.UNIMPLEMENTED, Reason.FEATURE)
+    assert fault.metadata["feature"] == f"scope.{name}"
+
+
+async def test_equal_tokens_in_another_scope_are_refused_by_every_server() -> None:
+    """F56: after the same tokens were answered, and with nothing of theirs left to hit."""
+    async with cluster() as servers, servers.client() as router:
+        p, d = servers.prefills[0], servers.decodes[0]
+        answered = await ask(router, request(PROMPT, SAMPLING))
+        async with (
+            grpc.aio.insecure_channel(d.endpoint) as to_d,
+            grpc.aio.insecure_channel(p.endpoint) as to_p,
+        ):
+            decode = inference_pb2_grpc.InferenceServiceStub(to_d)
+            prefill = prefill_pb2_grpc.PrefillServiceStub(to_p)
+            for name, value in SCOPES.items():
+                scope = sampling_pb2.RequestScope(**{name: value})
+                message = request(PROMPT, SAMPLING)
+                message.scope.CopyFrom(scope)
+                leg: prefill_pb2.PrefillRequest = request_to(d).prefill()
+                leg.scope.CopyFrom(scope)
+                for call in (
+                    router.Generate(message, timeout=10),
+                    decode.Generate(message, timeout=10),
+                    prefill.Prefill(leg, timeout=10),
+                ):
+                    _is_refusal(await fault_of(call), name)
+        again = await ask(router, request(PROMPT, SAMPLING))
+        assert again.essence == answered.essence
+        assert again.last.usage.cached_tokens == 0
+
+
+async def test_an_allocate_in_another_scope_costs_no_block() -> None:
+    """F56: whatever P forgot to refuse."""
+    async with wire() as d:
+        p = await d.prefill()
+        for name, value in SCOPES.items():
+            scope = sampling_pb2.RequestScope(**{name: value})
+            _is_refusal(await fault_of(p.allocate(d.request(), scope=scope)), name)
+            assert d.server.pool.free == d.server.pool.total
