@@ -9,7 +9,8 @@ from typing import Any
 from google.rpc import status_pb2
 
 from pd_grpc.conformance.calls import Stream, answer, refusal
-from pd_grpc.conformance.case import Broken, answer_s, broken, expect, within
+from pd_grpc.conformance.case import Broken, answer_s, broken, expect
+from pd_grpc.conformance.decode.told import Told
 from pd_grpc.conformance.decode.transfer import Transfer, connect_transfer
 from pd_grpc.conformance.kv import KvRule
 from pd_grpc.conformance.request import BUDGET_S, Request, replaced
@@ -41,14 +42,12 @@ class KitPrefill:
         self.decode = decode_pb2_grpc.DecodeServiceStub(channel)
         self.welcome = decode_pb2.Welcome()
         self.held: set[str] = set()
-        self.heard: list[decode_pb2.SessionResponse] = []
+        self._told = Told()
         self._channel = channel
         self._beats = beats
         self._sequence = 0
-        self._joined_at = 0
         # A beat on its way while D ends the session would hide how D ended it.
         self._beating: Stream | None = None
-        self._heard_more = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
         self._session: Stream | None = None
         self._streams: list[Stream] = []
@@ -77,7 +76,7 @@ class KitPrefill:
         self.welcome = first.welcome
         self._session = stream
         self._sequence = 0
-        self._joined_at = len(self.heard)
+        self._told.begin()
         self._tasks.append(asyncio.create_task(self._listen(stream)))
         if self._beats:
             self._beating = stream
@@ -103,26 +102,20 @@ class KitPrefill:
     async def heartbeat(self, *grants: str) -> decode_pb2.HeartbeatAck:
         """Send a heartbeat that lists these grants and no others; returns its ack."""
         sequence = await self._beat(self.session, grants)
-        return await self._ack(sequence)
+        what = f"the ack of heartbeat {sequence}"
+        return await self._told.once(lambda: self._told.ack(sequence), what, None)
 
     async def load(self) -> decode_pb2.Load:
         """D's load, by a heartbeat: the one sent last, which may not have come yet where it has
         changed a moment ago."""
         await self.heartbeat(*sorted(self.held))
-        await self.hears("load", "D's load after the ack of the first heartbeat")
-        load: decode_pb2.Load = [m.load for m in self.heard if m.HasField("load")][-1]
-        return load
+        what = "D's load after the ack of the first heartbeat"
+        return await self._told.once(lambda: self._told.load, what, None)
 
     def load_with(self, ack: decode_pb2.HeartbeatAck) -> decode_pb2.Load:
         """D's load when it sent an ack: what it told right after it, or last where that had not
         changed. Known for sure once the next ack is here."""
-        load = decode_pb2.Load()
-        for message in self.heard[self._joined_at :]:
-            if message.heartbeat_ack.sequence > ack.sequence:
-                break
-            if message.HasField("load"):
-                load = message.load
-        return load
+        return self._told.load_with(ack)
 
     async def goodbye(self) -> None:
         """Leave on purpose."""
@@ -136,35 +129,13 @@ class KitPrefill:
 
     async def hears(self, kind: str, what: str, limit_s: float | None = None) -> Any:
         """The first message of a kind, such as "drain", that D sent on any session of this P."""
-
-        async def found() -> Any:
-            while True:
-                self._heard_more.clear()
-                for message in self.heard:
-                    if message.HasField(kind):
-                        return getattr(message, kind)
-                await self._heard_more.wait()
-
-        return await within(limit_s, found(), what)
+        return await self._told.once(lambda: self._told.first(kind), what, limit_s)
 
     async def told_of(
         self, request: Request, what: str, limit_s: float | None = None
     ) -> decode_pb2.TransferEnded:
         """What D says of a transfer's end."""
-
-        async def found() -> decode_pb2.TransferEnded:
-            while True:
-                self._heard_more.clear()
-                for ended in self.ends():
-                    if ended.ref == request.ref:
-                        return ended
-                await self._heard_more.wait()
-
-        return await within(limit_s, found(), what)
-
-    def ends(self) -> list[decode_pb2.TransferEnded]:
-        """Every end that D has told of."""
-        return [m.transfer_ended for m in self.heard if m.HasField("transfer_ended")]
+        return await self._told.once(lambda: self._told.end_of(request.ref), what, limit_s)
 
     # Calls
 
@@ -304,8 +275,7 @@ class KitPrefill:
 
     async def _listen(self, stream: Stream) -> None:
         while (message := await stream.wait_for_message()) is not None:
-            self.heard.append(message)
-            self._heard_more.set()
+            self._told.add(message)
 
     async def _keep_beating(self, stream: Stream) -> None:
         while stream is self._beating and not stream.is_over:
@@ -318,17 +288,6 @@ class KitPrefill:
         beat = decode_pb2.Heartbeat(sequence=sequence, grant_ids=sorted(grants))
         await stream.offer(decode_pb2.SessionRequest(heartbeat=beat))
         return sequence
-
-    async def _ack(self, sequence: int) -> decode_pb2.HeartbeatAck:
-        async def found() -> decode_pb2.HeartbeatAck:
-            while True:
-                self._heard_more.clear()
-                for message in self.heard[self._joined_at :]:
-                    if message.heartbeat_ack.sequence == sequence:
-                        return message.heartbeat_ack
-                await self._heard_more.wait()
-
-        return await within(None, found(), f"the ack of heartbeat {sequence}")
 
 
 def wanted_blocks(wanted: Iterable[types_pb2.BlockRange]) -> list[int]:

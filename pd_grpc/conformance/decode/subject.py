@@ -140,7 +140,6 @@ class DecodeSubject:
         return self._watch.session.is_over and not self.leaving
 
     async def _watch_again(self) -> None:
-        self._watch.heard.clear()
         await self._watch.join()
         now = self._watch.welcome.instance.epoch
         if now != self.instance.epoch:
