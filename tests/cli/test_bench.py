@@ -14,7 +14,7 @@ from tests.cli.running import pd_grpc
 def test_calibrating_prints_the_constant_that_is_in_use() -> None:
     done = pd_grpc("bench", "calibrate")
     assert done.returncode == 0, done.stderr
-    assert done.stdout == f"floor_ms {FLOOR_MS}: the serial row takes 275.0 s\n"
+    assert done.stdout == f"floor_ms {FLOOR_MS:.2f}: the serial row takes 275.0 s\n"
 
 
 def test_a_trace_that_is_not_there_is_refused_before_anything_runs(tmp_path: Path) -> None:
