@@ -9,7 +9,7 @@ STAMP := $(VENV)/.installed
 BUILD := build
 
 .DEFAULT_GOAL := help
-.PHONY: always help venv test lint types unit parity demo tables docs format clean
+.PHONY: always help venv test lint types unit parity planted demo tables docs format clean
 .PHONY: protoc protos protos-lint protos-breaking protos-baseline
 .DELETE_ON_ERROR:
 # pytest comes last, with its closing line, under -j too.
@@ -19,6 +19,7 @@ help:
 	@echo 'make test             everything a change must pass'
 	@echo 'make lint types unit  its parts: ruff and buf, mypy, pytest (ARGS="-k lease")'
 	@echo 'make parity           every prompt of the parity of SmolLM2 in every way, some minutes'
+	@echo 'make planted          every planted fault that the kit must find, some minutes'
 	@echo 'make demo             one prefill, one decode and one router on this machine'
 	@echo 'make protos           generate pd_grpc/v1 from protos/pd_grpc/v1'
 	@echo 'make protos-breaking  compare the protocol with that of the last tag or the baseline'
@@ -79,6 +80,9 @@ endif
 
 parity: $(STAMP)
 	$(PY) -m pytest -m soak tests/system/test_parity_torch.py $(ARGS)
+
+planted: $(STAMP)
+	$(PY) -m pytest -q -n 4 -m planted tests/conformance $(ARGS)
 
 demo: $(STAMP)
 	$(PY) -m pd_grpc.cli.demo

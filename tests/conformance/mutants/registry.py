@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -9,6 +10,9 @@ from typing import Any
 import pytest
 
 Plant = Callable[[pytest.MonkeyPatch], None]
+
+SHARE = 5
+"""`make test` looks for every fifth planted fault, `make planted` for all of them."""
 
 
 @dataclass(frozen=True)
@@ -39,9 +43,16 @@ class Mutants:
         return register
 
     def params(self) -> list[Any]:
-        """For pytest: (case id, mutant)."""
+        """For pytest: (case id, mutant); those beyond the share are marked `soak`."""
         return [
-            pytest.param(case_id, mutant, id=f"{case_id}-{mutant.name}")
+            _param(case_id, mutant)
             for case_id, mutants in sorted(self.by_case.items())
             for mutant in mutants
         ]
+
+
+def _param(case_id: str, mutant: Mutant) -> Any:
+    name = f"{case_id}-{mutant.name}"
+    # By the name, so that the share stays what it is when a fault is added.
+    beyond = zlib.crc32(name.encode()) % SHARE != 0
+    return pytest.param(case_id, mutant, id=name, marks=[pytest.mark.soak] if beyond else [])
