@@ -18,7 +18,7 @@ BUILD := build
 help:
 	@echo 'make test             everything a change must pass'
 	@echo 'make lint types unit  its parts: ruff and buf, mypy, pytest (ARGS="-k lease")'
-	@echo 'make parity           every prompt of the parity of SmolLM2 in every way, some minutes'
+	@echo 'make parity           every prompt of the parity of SmolLM2 and of sim in every way, some minutes'
 	@echo 'make planted          every planted fault that the kit must find, some minutes'
 	@echo 'make demo             one prefill, one decode and one router on this machine'
 	@echo 'make protos           generate pd_grpc/v1 from protos/pd_grpc/v1'
@@ -79,7 +79,7 @@ else
 endif
 
 parity: $(STAMP)
-	$(PY) -m pytest -m soak tests/system/test_parity_torch.py $(ARGS)
+	$(PY) -m pytest -m soak tests/system $(ARGS)
 
 planted: $(STAMP)
 	$(PY) -m pytest -q -n 4 -m planted tests/conformance $(ARGS)

@@ -11,7 +11,6 @@ from pd_grpc.protocol.config import DecodeConfig
 from tests.cluster import SIM, Cluster, cluster
 from tests.system.asking import Reply, ask, random_request, request
 
-PROMPTS = 1000
 AT_ONCE = 32
 
 
@@ -28,8 +27,9 @@ async def _answers(running: Cluster, seeds: range) -> list[Reply]:
 
 
 @pytest.mark.timeout(240)
-async def test_a_thousand_random_prompts_answer_alike_apart_and_together() -> None:
-    seeds = range(PROMPTS)
+@pytest.mark.parametrize("prompts", [200, pytest.param(1000, marks=pytest.mark.soak)])
+async def test_random_prompts_answer_alike_apart_and_together(prompts: int) -> None:
+    seeds = range(prompts)
     async with cluster(prefills=1, decodes=1) as apart:
         disaggregated = await _answers(apart, seeds)
     async with cluster(aggregated=True) as together:
