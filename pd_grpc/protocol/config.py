@@ -188,3 +188,21 @@ class RouterConfig(ServerConfig):
     settle_s: float = Field(
         0.5, ge=0, description="how long one leg's news waits for the other leg's own word"
     )
+    retry: bool = Field(
+        True, description="try a request that has no token yet elsewhere when an instance fails it"
+    )
+    continuation: bool = Field(
+        True, description="go on elsewhere with an answer whose decode or prefill instance fails"
+    )
+    retry_attempts: int = Field(
+        4, ge=1, description="attempts of a request that may fail in a row without bringing it on"
+    )
+    retry_burst: int = Field(
+        1000, ge=0, description="retry budget: tries elsewhere that it holds when it is full"
+    )
+    retry_share: float = Field(
+        0.1, ge=0, description="retry budget: tries elsewhere that each answered request adds"
+    )
+    retry_wait_s: float = Field(
+        1.0, ge=0, description="how long a request waits for others of a role that are out of reach"
+    )

@@ -58,6 +58,8 @@ class InstanceView:
     model: inference_pb2.GetModelInfoResponse | None = None
     serving: bool = False
     """What its health Watch said last."""
+    reached: bool = False
+    """Whether its health Watch is open and has said something."""
 
     def __post_init__(self) -> None:
         self.admin = admin_pb2_grpc.AdminServiceStub(self.channel)
@@ -73,7 +75,7 @@ class InstanceView:
     @property
     def target(self) -> Target:
         """As policies see it."""
-        return Target(self.name, self.endpoint)
+        return Target(self.name, self.endpoint, self.epoch)
 
 
 class _NotUsable(Exception):
@@ -128,6 +130,12 @@ class Discovery:
     def ready(self, role: types_pb2.Role) -> list[Target]:
         """The instances of a role that take requests."""
         return [view.target for view in self._instances if view.role == role and view.ready]
+
+    def others_out_of_reach(self, target: Target) -> bool:
+        """Whether an instance of this one's role, at another address, cannot be reached now."""
+        role = self.at(target.endpoint).role
+        others = [v for v in self._instances if v.role == role and v.endpoint != target.endpoint]
+        return any(not view.reached for view in others)
 
     def missing_role(self) -> str | None:
         """A role without which nothing can be served and that has no ready instance."""
@@ -200,6 +208,7 @@ class Discovery:
         watch = view.health.Watch(health_pb2.HealthCheckRequest(service=_SERVICES[view.role]))
         try:
             async for response in watch:
+                view.reached = True
                 view.serving = response.status == health_pb2.HealthCheckResponse.SERVING
                 if view.serving:
                     await self._identify(view)
@@ -208,7 +217,7 @@ class Discovery:
                     status = health_pb2.HealthCheckResponse.ServingStatus.Name(response.status)
                     self._set(view, False, f"it says {status}")
         finally:
-            view.serving = False
+            view.serving = view.reached = False
             watch.cancel()
 
     async def _identify_again(self, view: InstanceView) -> None:

@@ -21,7 +21,10 @@ from pd_grpc.v1 import admin_pb2, types_pb2
 class Described(Protocol):
     """A request in flight as an operator may see it and end it."""
 
-    key: TransferKey
+    @property
+    def key(self) -> TransferKey:
+        """Its transfer, with the current attempt."""
+        ...
 
     def info(self) -> admin_pb2.TransferInfo:
         """How it stands."""
@@ -41,7 +44,7 @@ class InFlight:
         self._names: set[str] = set()
         self._idle = asyncio.Event()
         self._idle.set()
-        self._running: dict[TransferKey, Described] = {}
+        self._running: dict[str, Described] = {}
         self._ended: Tombstones[admin_pb2.TransferInfo] = Tombstones(
             config.tombstone_s, config.tombstones
         )
@@ -77,7 +80,7 @@ class InFlight:
 
     def add(self, request: Described) -> None:
         """A request has been sent to its instances."""
-        self._running[request.key] = request
+        self._running[request.key.transfer_id] = request
         self.changed(request)
 
     def changed(self, request: Described) -> None:
@@ -87,17 +90,18 @@ class InFlight:
 
     def remove(self, request: Described) -> None:
         """It has ended."""
-        del self._running[request.key]
+        del self._running[request.key.transfer_id]
         info = request.info()
         self.ended_counts[info.state] += 1
         self._ended.add(request.key, info, self._clock.now())
         self._changes.publish(info)
 
     def find(self, transfer_id: str, attempt: int) -> Described | None:
-        """A running request; attempt 0 is the newest."""
-        attempts = [key.attempt for key in self._running if key.transfer_id == transfer_id]
-        wanted = attempt or max(attempts, default=0)
-        return self._running.get(TransferKey(transfer_id, wanted))
+        """A running request; attempt 0 is whichever it is at."""
+        request = self._running.get(transfer_id)
+        if request is None or attempt not in (0, request.key.attempt):
+            return None
+        return request
 
     def ended(self, transfer_id: str, attempt: int) -> admin_pb2.TransferInfo | None:
         """How a request ended, while it is remembered; attempt 0 is the newest."""

@@ -15,8 +15,8 @@ after it, only the decode leg counts. The rules:
   there first. A D that refuses or is lost before its first token, while P may still turn to another
   one, waits `settle_s` for P to do so.
 
-Seams: a retry or a continuation elsewhere begins where `Fail` is made, with a new attempt of the
-same request and the tokens seen so far.
+This is one attempt, on one P and one of the Ds it was given. Where `Fail` is made `recovery` may
+begin another one elsewhere, with the tokens seen so far.
 """
 
 from __future__ import annotations
@@ -37,6 +37,10 @@ from pd_grpc.protocol.timers import Timers
 from pd_grpc.router.policies import Pairing, Target
 
 _CONSEQUENCES = frozenset({Reason.CLIENT_GONE, Reason.RELEASED, Reason.SUPERSEDED})
+
+LEG, INSTANCE, STATUS = "leg", "instance", "transport_status"
+"""Metadata of a fault of a leg: which leg, whose name, and the code where the status was bare, as
+the transport makes it."""
 
 
 class Leg(enum.Enum):
@@ -367,10 +371,11 @@ class RoutedRequest:
 
     def _of_leg(self, error: Fault | TransportFault, leg: Leg, name: str, lost: Reason) -> Fault:
         """A status of a leg as a fault of ours that names the leg and the instance."""
+        told = {LEG: leg.value, INSTANCE: name}
         if isinstance(error, TransportFault):
+            told[STATUS] = error.code.name
             error = transport_fault(error, f"{leg.value} instance {name}", lost, self.stage)
-        metadata = {**error.metadata, "leg": leg.value, "instance": name}
-        return replace(error, metadata=metadata)
+        return replace(error, metadata={**error.metadata, **told})
 
 
 def _is_consequence(error: Fault | TransportFault) -> bool:

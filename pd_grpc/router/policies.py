@@ -14,10 +14,11 @@ from pd_grpc.protocol.faults import Fault, Reason
 
 @dataclass(frozen=True)
 class Target:
-    """An instance a request can be sent to."""
+    """An instance a request can be sent to; `epoch` 0 is one whose process is not known."""
 
     name: str
     endpoint: str
+    epoch: int = 0
 
 
 @dataclass

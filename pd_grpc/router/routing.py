@@ -10,6 +10,7 @@ from pd_grpc.protocol.config import RouterConfig
 from pd_grpc.router.discovery import Discovery
 from pd_grpc.router.in_flight import InFlight
 from pd_grpc.router.policies import LeastLoad
+from pd_grpc.router.recovery import Recovery
 
 
 @dataclass(frozen=True)
@@ -23,3 +24,4 @@ class Routing:
     prefill_load: LeastLoad
     decode_load: LeastLoad
     in_flight: InFlight
+    recovery: Recovery

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 
+from opentelemetry.metrics import MeterProvider
 from opentelemetry.sdk.trace import TracerProvider
 
 from pd_grpc.engine.base import Tokenizer
@@ -19,8 +20,12 @@ from pd_grpc.router.admin import RouterAdmin
 from pd_grpc.router.discovery import Discovery
 from pd_grpc.router.in_flight import InFlight
 from pd_grpc.router.policies import LeastLoad
+from pd_grpc.router.recovery import Recovery, RecoveryRules
+from pd_grpc.router.recovery_metrics import RecoveryMetrics
+from pd_grpc.router.retry_budget import RetryBudget
 from pd_grpc.router.routing import Routing
 from pd_grpc.router.service import RouterService
+from pd_grpc.telemetry.metrics import meter
 from pd_grpc.telemetry.tracing import Tracing
 from pd_grpc.v1 import admin_pb2_grpc, inference_pb2_grpc, types_pb2
 
@@ -38,6 +43,7 @@ class RouterServer:
         tokenizer: Tokenizer,
         clock: Clock,
         tracer_provider: TracerProvider | None,
+        meter_provider: MeterProvider | None,
     ) -> None:
         self._config = config
         self._clock = clock
@@ -58,7 +64,9 @@ class RouterServer:
             LeastLoad(),
             LeastLoad(),
             self.in_flight,
+            recovery_of(config),
         )
+        self._metrics = RecoveryMetrics(meter(meter_provider), self.routing.recovery)
         self.service = RouterService(self.routing, self._tracing)
         self._admin = RouterAdmin(
             config,
@@ -144,14 +152,25 @@ class RouterServer:
         self._control.set_ready(role is None, reason)
 
 
+def recovery_of(config: RouterConfig) -> Recovery:
+    """What the requests of a router so configured share to be tried elsewhere."""
+    rules = RecoveryRules(
+        config.retry, config.continuation, config.retry_attempts, config.retry_wait_s
+    )
+    return Recovery(rules, RetryBudget(config.retry_burst, config.retry_share))
+
+
 async def start_router(
     config: RouterConfig,
     tokenizer: Tokenizer,
     *,
     clock: Clock | None = None,
     tracer_provider: TracerProvider | None = None,
+    meter_provider: MeterProvider | None = None,
 ) -> RouterServer:
-    """A serving router. It turns ready when an instance of each needed role is. PortInUse."""
-    router = RouterServer(config, tokenizer, clock or SystemClock(), tracer_provider)
+    """A serving router. It turns ready when an instance of each needed role is. Metrics go to the
+    process's own provider unless there is another. PortInUse."""
+    clock = clock or SystemClock()
+    router = RouterServer(config, tokenizer, clock, tracer_provider, meter_provider)
     await router.start()
     return router

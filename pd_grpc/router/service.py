@@ -114,7 +114,7 @@ class RouterService(inference_pb2_grpc.InferenceServiceServicer):
                 config.aggregated,
             )
             times = AnswerTimes(accepted)
-            call = RoutedCall(routing, routable, pairing, times, budget_ends, context)
+            call = RoutedCall(routing, routable, pairing, times, budget_ends, span, tracing)
             identity: dict[str, str | int] = {
                 names.ATTR_TRANSFER_ID: call.key.transfer_id,
                 names.ATTR_ATTEMPT: call.key.attempt,

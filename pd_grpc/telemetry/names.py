@@ -25,6 +25,8 @@ SPAN_STEP: Final = "pd.step"
 # `pd.compute` has one per chunk, `pd.send` one per acknowledged range.
 EVENT_CHUNK: Final = "pd.chunk"
 EVENT_ACK: Final = "pd.ack"
+# `pd.request` has one for each attempt after the first.
+EVENT_RECOVERY: Final = "pd.recovery"
 
 # Whose work it is: on every span that belongs to a request.
 ATTR_TRANSFER_ID: Final = "pd.transfer_id"
@@ -39,6 +41,8 @@ ATTR_ROLE: Final = "pd.role"
 ATTR_ERROR_TYPE: Final = "error.type"
 ATTR_STATUS_CODE: Final = "rpc.response.status_code"
 
+# Of `pd.recovery`: "retry" or "continuation".
+ATTR_RECOVERY: Final = "pd.recovery.kind"
 ATTR_PEER: Final = "pd.peer"
 ATTR_PROMPT_TOKENS: Final = "pd.prompt_tokens"
 ATTR_GENERATED_TOKENS: Final = "pd.generated_tokens"
@@ -58,5 +62,13 @@ METRIC_PREPARE_BREAKER_OPEN: Final = "pd.prepare.breaker_open"
 METRIC_PREPARE_READY: Final = "pd.prepare.ready"
 METRIC_PREPARE_WAIT: Final = "pd.prepare.wait"
 
+# The router's tries elsewhere, by what the attempt before had failed with.
+METRIC_ROUTER_RETRIES: Final = "pd.router.retries"
+METRIC_ROUTER_CONTINUATIONS: Final = "pd.router.continuations"
+METRIC_ROUTER_RETRIES_REFUSED: Final = "pd.router.retries_refused"
+METRIC_ROUTER_RETRY_BUDGET: Final = "pd.router.retry_budget"
+
+# Of metrics: the reason of a fault.
+ATTR_METRIC_REASON: Final = "reason"
 # Of metrics: host:port of the D that they are about.
 ATTR_METRIC_DECODE: Final = "decode"

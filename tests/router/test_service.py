@@ -20,6 +20,7 @@ from tests.router.answers import (
 )
 from tests.router.conftest import VOCAB, Site
 from tests.router.scripted import handed_off, last, tokens
+from tests.waiting import until
 
 
 async def test_an_answer_has_every_token_its_text_and_at_the_end_all_there_is_to_know(
@@ -117,20 +118,22 @@ async def test_the_stages_add_up_to_the_time_to_first_token(site: Site) -> None:
 
 
 async def test_a_slow_reader_gets_fewer_and_larger_messages(site: Site) -> None:
-    sent = asyncio.Event()
     count = 10_000
 
     async def flood(request: Any) -> AsyncIterator[Any]:
         for _ in range(count // 10):
             yield tokens(*[TEXT[0]] * 10)
         yield last()
-        sent.set()
 
     messages = []
 
+    def everything_has_come() -> bool:
+        running = site.router.in_flight.running()
+        return all(each.info().generated_tokens == count for each in running)
+
     async def write_slowly(message: inference_pb2.GenerateResponse) -> None:
         messages.append(message)
-        await asyncio.wait_for(sent.wait(), 20)
+        await until(everything_has_come)
 
     site.p.script, site.d1.script = hand_over, flood
     request = inference_pb2.GenerateRequest(text="hi", sampling=GREEDY)

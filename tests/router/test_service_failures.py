@@ -19,6 +19,7 @@ from tests.router.answers import (
     one_token_then_silence,
     say_hello,
     silence,
+    until_ready,
 )
 from tests.router.conftest import Site
 from tests.router.scripted import handed_off, last, never, placing, refusing, tokens
@@ -35,7 +36,7 @@ async def test_prefills_refusal_reaches_the_client_and_ends_the_decode_leg(site:
 
 async def test_a_fault_between_the_instances_has_the_code_meant_for_clients(site: Site) -> None:
     site.p.script = refusing(Fault(Reason.LAYOUT_MISMATCH, "unlike", {"field": "block_size"}))
-    site.d1.script = silence
+    site.d1.script = site.d2.script = silence
     fault = await site.fault()
     assert (fault.code, fault.reason) == (Code.UNAVAILABLE, Reason.LAYOUT_MISMATCH)
     assert fault.metadata["field"] == "block_size"
@@ -55,7 +56,9 @@ async def test_tokens_that_came_before_the_failure_are_given_out_before_it(site:
     assert raised.value.code() is grpc.StatusCode.INTERNAL
 
 
-async def test_decode_lost_in_mid_answer_is_told_at_once(site: Site) -> None:
+async def test_decode_lost_in_mid_answer_with_nobody_else_is_told_at_once(site: Site) -> None:
+    site.d2.control.set_ready(False, "the test wants it so")
+    await asyncio.wait_for(until_ready(site.router, "d2", False), 5)
     site.p.script, site.d1.script = hand_over, one_token_then_silence
     call = site.generate()
     await call.read()

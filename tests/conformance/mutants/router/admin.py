@@ -65,6 +65,6 @@ def released_for_another_reason(patch: pytest.MonkeyPatch) -> None:
 @mutant("R706")
 def the_end_is_not_told(patch: pytest.MonkeyPatch) -> None:
     def wrong(self, request):  # type: ignore[no-untyped-def]
-        del self._running[request.key]
+        del self._running[request.key.transfer_id]
 
     patch.setattr(InFlight, "remove", wrong)

@@ -11,6 +11,7 @@ from pd_grpc.protocol import rpc
 from pd_grpc.protocol.faults import Fault, Reason, stage_deadline
 from pd_grpc.router import machine
 from pd_grpc.router.in_flight import InFlight
+from pd_grpc.router.legs import AttemptLegs
 from pd_grpc.router.machine import RoutedRequest
 from pd_grpc.router.runtime import RoutedCall
 from tests.conformance.mutants.router.registry import ROUTER_MUTANTS as mutant
@@ -49,12 +50,12 @@ def a_name_stays_taken_when_its_client_leaves(patch: pytest.MonkeyPatch) -> None
 
 @mutant("R511")
 def each_leg_has_the_default_time(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(RoutedCall, "_left", lambda self: 300.0)
+    patch.setattr(AttemptLegs, "_left", lambda self: 300.0)
 
 
 @mutant("R512")
 def legs_without_a_deadline(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(RoutedCall, "_left", lambda self: None)
+    patch.setattr(AttemptLegs, "_left", lambda self: None)
 
 
 @mutant("R513")

@@ -9,9 +9,9 @@ import pytest
 
 from pd_grpc.router import runtime
 from pd_grpc.router.discovery import InstanceView
+from pd_grpc.router.legs import AttemptLegs
 from pd_grpc.router.machine import CancelDecode, OpenDecode, RoutedRequest
 from pd_grpc.router.policies import Target
-from pd_grpc.router.runtime import RoutedCall
 from tests.conformance.mutants.router.registry import ROUTER_MUTANTS as mutant
 
 
@@ -40,7 +40,7 @@ def transfer_ids_with_a_slash(patch: pytest.MonkeyPatch) -> None:
 
 @mutant("R202")
 def attempts_from_zero(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(runtime, "_FIRST_ATTEMPT", 0)
+    patch.setattr(runtime, "FIRST_ATTEMPT", 0)
 
 
 @mutant("R203")
@@ -57,12 +57,12 @@ def instances_named_after_their_endpoint(patch: pytest.MonkeyPatch) -> None:
 
 def _open_prefill_with(patch: pytest.MonkeyPatch, change) -> None:  # type: ignore[no-untyped-def]
     """`change` the Ds that P is told of."""
-    right = RoutedCall._open_prefill
+    right = AttemptLegs._open_prefill
 
     def wrong(self, target, decodes):  # type: ignore[no-untyped-def]
         right(self, target, change(target, decodes))
 
-    patch.setattr(RoutedCall, "_open_prefill", wrong)
+    patch.setattr(AttemptLegs, "_open_prefill", wrong)
 
 
 @mutant("R205")
@@ -93,7 +93,7 @@ def the_leg_that_moved_stays_open_too(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(RoutedRequest, "on_placing", wrong)
 
 
-@mutant("R208")
+@mutant("R208", retry=False)
 def every_refusal_of_decodes_is_the_end(patch: pytest.MonkeyPatch) -> None:
     right = RoutedRequest.on_decode_failed
 

@@ -8,8 +8,8 @@ from google.protobuf.unknown_fields import UnknownFieldSet
 from pd_grpc.protocol.faults import Fault, Reason, bad_request
 from pd_grpc.protocol.sampling import FieldError
 from pd_grpc.router import intake, service
+from pd_grpc.router.legs import AttemptLegs
 from pd_grpc.router.outbox import Outbox
-from pd_grpc.router.runtime import RoutedCall
 from pd_grpc.v1 import types_pb2
 from tests.conformance.mutants.router.registry import ROUTER_MUTANTS as mutant
 
@@ -28,7 +28,7 @@ def unknown_fields_are_refused(patch: pytest.MonkeyPatch) -> None:
 
 @mutant("R802")
 def unknown_fields_of_decode_are_a_defect(patch: pytest.MonkeyPatch) -> None:
-    right = RoutedCall._on_decode_message
+    right = AttemptLegs._on_decode_message
 
     def wrong(self, leg, message, target):  # type: ignore[no-untyped-def]
         if len(UnknownFieldSet(message)):
@@ -36,12 +36,12 @@ def unknown_fields_of_decode_are_a_defect(patch: pytest.MonkeyPatch) -> None:
         else:
             right(self, leg, message, target)
 
-    patch.setattr(RoutedCall, "_on_decode_message", wrong)
+    patch.setattr(AttemptLegs, "_on_decode_message", wrong)
 
 
 @mutant("R803")
 def unknown_events_are_a_defect(patch: pytest.MonkeyPatch) -> None:
-    right = RoutedCall._on_prefill_message
+    right = AttemptLegs._on_prefill_message
 
     def wrong(self, message):  # type: ignore[no-untyped-def]
         if message.WhichOneof("event") is None:
@@ -49,19 +49,19 @@ def unknown_events_are_a_defect(patch: pytest.MonkeyPatch) -> None:
         else:
             right(self, message)
 
-    patch.setattr(RoutedCall, "_on_prefill_message", wrong)
+    patch.setattr(AttemptLegs, "_on_prefill_message", wrong)
 
 
 @mutant("R804")
 def unknown_ends_are_none(patch: pytest.MonkeyPatch) -> None:
-    right = RoutedCall._on_decode_message
+    right = AttemptLegs._on_decode_message
 
     def wrong(self, leg, message, target):  # type: ignore[no-untyped-def]
         if message.finish_reason not in types_pb2.FinishReason.values():
             message.ClearField("finish_reason")
         right(self, leg, message, target)
 
-    patch.setattr(RoutedCall, "_on_decode_message", wrong)
+    patch.setattr(AttemptLegs, "_on_decode_message", wrong)
 
 
 @mutant("R805")
@@ -75,5 +75,5 @@ def half_a_character_is_dropped(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Outbox, "push", wrong)
 
 
-def _fail(call: RoutedCall, why: str) -> None:
-    call._perform(call._machine.on_fault(Fault(Reason.ENGINE_ERROR, why), call._now()))
+def _fail(legs: AttemptLegs, why: str) -> None:
+    legs._call.took(legs.machine.on_fault(Fault(Reason.ENGINE_ERROR, why), legs._now()))
