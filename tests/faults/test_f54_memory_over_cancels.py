@@ -1,8 +1,9 @@
 """F54: a server's memory hardly grows over streams that are cancelled.
 
-A cancelled stream costs grpc 0.13 KiB that it never gives back, and a transfer that has ended about
-1 KiB for as long as it is remembered (`tombstone_s`, `tombstones`). Here the latter is a second, so
-that what is left is what leaks."""
+A cancelled stream may cost grpc 0.13 KiB that it never gives back, and a router has two for each
+request; measured over 30,000 cancels, D grows by 0.04 KiB and a router by 0.2 KiB each. A transfer
+that has ended takes about 1 KiB for as long as it is remembered (`tombstone_s`, `tombstones`): here
+that is a second, so that what is left is what leaks."""
 
 from __future__ import annotations
 
@@ -92,11 +93,11 @@ async def test_some_cancels_leave_nothing_to_speak_of() -> None:
 @pytest.mark.soak
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("role", ["decode", "router"])
-async def test_thirty_thousand_cancels_leave_less_than_a_quarter_kib_each(role: str) -> None:
+async def test_thirty_thousand_cancels_leave_less_than_half_a_kib_each(role: str) -> None:
     """F54: in full, at D and at a router in front of it."""
     with serving("decode", *D) as (decode, process), contextlib.ExitStack() as stack:
         endpoint = decode
         if role == "router":
             front = ("--aggregated", "--decode", decode)
             endpoint, process = stack.enter_context(serving("router", *SIM, *front))
-        assert await _growth_kib(endpoint, process, 30_000) < 0.25
+        assert await _growth_kib(endpoint, process, 30_000) < 0.5
