@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
 import sys
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Protocol, TypeVar
+from typing import Protocol, TextIO, TypeVar
 
 from opentelemetry.sdk.trace import TracerProvider
 
@@ -86,7 +87,13 @@ def _provider(role: str, config: ServerConfig) -> TracerProvider | None:
 
 def progress(line: str) -> None:
     """Say on standard error what takes long."""
-    print(line, file=sys.stderr, flush=True)
+    _say(line, sys.stderr)
+
+
+def _say(line: str, stream: TextIO) -> None:
+    """Write a line. That nobody reads any more, or a disk is full, is no reason not to serve."""
+    with contextlib.suppress(OSError):
+        print(line, file=stream, flush=True)
 
 
 async def load(work: Callable[[], T]) -> T:
@@ -121,7 +128,7 @@ async def _serve(
         # Loading cannot be interrupted; nothing is in flight yet.
         os._exit(0)
     server = starting.result()
-    print(f"ready {role} {server.name} {server.endpoint}", flush=True)
+    _say(f"ready {role} {server.name} {server.endpoint}", sys.stdout)
     await _first_of(server.drained(), asked.wait())
     if asked.is_set():
         server.drain(config.drain_s)

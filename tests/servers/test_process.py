@@ -1,0 +1,69 @@
+"""What a server's process does when nobody can read what it says."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from pd_grpc.v1 import inference_pb2, inference_pb2_grpc, sampling_pb2
+
+FULL = "/dev/full"
+"""Every write to it fails as on a full disk."""
+END_S = 30.0
+
+pytestmark = pytest.mark.skipif(not os.path.exists(FULL), reason="there is no /dev/full")
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def _until_serving(channel: grpc.Channel) -> None:
+    request = health_pb2.HealthCheckRequest(service="pd_grpc.v1.DecodeService")
+    watch = health_pb2_grpc.HealthStub(channel).Watch(request, timeout=END_S, wait_for_ready=True)
+    for answer in watch:
+        if answer.status == health_pb2.HealthCheckResponse.SERVING:
+            watch.cancel()
+            return
+
+
+def test_a_server_whose_output_is_on_a_full_disk_serves_and_ends_as_ever() -> None:
+    port = _free_port()
+    arguments = ("--engine", "sim", "--port", str(port), "--log-level", "debug")
+    with (
+        open(FULL, "w") as full,
+        subprocess.Popen(
+            [sys.executable, "-m", "pd_grpc.servers.decode", *arguments], stdout=full, stderr=full
+        ) as running,
+    ):
+        try:
+            with grpc.insecure_channel(f"127.0.0.1:{port}") as channel:
+                _until_serving(channel)
+                request = inference_pb2.GenerateRequest(
+                    token_ids=inference_pb2.TokenIds(ids=range(100, 110)),
+                    sampling=sampling_pb2.SamplingParams(max_tokens=4, ignore_eos=True),
+                )
+                call = inference_pb2_grpc.InferenceServiceStub(channel).Generate(
+                    request, timeout=END_S
+                )
+                assert sum(len(message.token_ids) for message in call) == 4
+            running.send_signal(signal.SIGTERM)
+            assert running.wait(END_S) == 0
+        finally:
+            running.kill()
+
+
+def test_loading_goes_on_when_its_progress_cannot_be_written() -> None:
+    program = "from pd_grpc.servers.process import progress; progress('loading weights')"
+    with open(FULL, "w") as full:
+        done = subprocess.run([sys.executable, "-c", program], stderr=full, timeout=END_S)
+    assert done.returncode == 0
