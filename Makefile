@@ -67,13 +67,15 @@ lint: protos-lint protos-breaking
 types: $(STAMP)
 	$(BIN)/mypy pd_grpc tests tools
 
-# What mostly waits: without ARGS these run four at a time, then the others two files at a time.
+# What mostly waits: without ARGS these run four at a time, each worker taking a test when it is done
+# with the last, then the others two files at a time. Either begins with the tests marked `longest`.
 WAITING := tests/bench tests/cli/test_conformance.py tests/compat tests/conformance tests/examples
 
 unit: $(STAMP)
 ifeq ($(ARGS),)
-	$(PY) -m pytest -q -n 4 $(WAITING)
-	$(PY) -m pytest -q -n 2 --dist loadfile tests/system tests $(addprefix --ignore=,$(WAITING))
+	$(PY) -m pytest -q -n 4 --maxschedchunk 1 $(WAITING)
+	$(PY) -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder tests \
+		$(addprefix --ignore=,$(WAITING))
 else
 	$(PY) -m pytest $(ARGS)
 endif

@@ -1,5 +1,5 @@
-"""What holds for the whole suite: it leaves no process and no shared memory behind, and loads the
-packaged model once."""
+"""What holds for the whole suite: it begins with what takes longest, leaves no process and no
+shared memory behind, and loads the packaged model once."""
 
 from __future__ import annotations
 
@@ -40,6 +40,11 @@ def _command(process: psutil.Process) -> str:
 def _children() -> list[psutil.Process]:
     children = psutil.Process().children(recursive=True)
     return [c for c in children if not any(keeper in _command(c) for keeper in HOUSEKEEPERS)]
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """What takes longest comes first: at the end no worker is left alone with it."""
+    items.sort(key=lambda item: item.get_closest_marker("longest") is None)
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -23,6 +23,8 @@ from tests.cli.running import COMMAND, pd_grpc
 PLAN = ClusterPlan(engine="sim", flags=("--num-blocks", "2048"))
 LONG = ("--max-tokens", "20000", "--ignore-eos")
 
+pytestmark = pytest.mark.longest
+
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[LocalCluster]:

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 
+@pytest.mark.longest
 @pytest.mark.model
 @pytest.mark.timeout(240)
 @pytest.mark.usefixtures("packaged_model")

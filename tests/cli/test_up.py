@@ -20,6 +20,8 @@ from tests.cli.running import COMMAND, pd_grpc
 
 SIM = {"PD_ENGINE": "sim", "PD_PORT": "0"}
 
+pytestmark = pytest.mark.longest
+
 
 class Up:
     """A running `pd-grpc up` and its children."""

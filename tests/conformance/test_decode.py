@@ -13,6 +13,7 @@ from tests.conformance.mutants.registry import Mutant
 from tests.conformance.subjects import decode_server
 
 
+@pytest.mark.longest
 @pytest.mark.timeout(180)
 async def test_our_decode_passes_whole() -> None:
     async with decode_server() as d:

@@ -13,6 +13,7 @@ from tests.conformance.mutants.registry import Mutant
 from tests.conformance.subjects import prefill_server
 
 
+@pytest.mark.longest
 @pytest.mark.timeout(180)
 async def test_our_prefill_passes_whole() -> None:
     async with prefill_server() as p:

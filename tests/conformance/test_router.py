@@ -31,6 +31,7 @@ async def our_router(**settings: Any) -> AsyncIterator[RouterSubject]:
         yield subject
 
 
+@pytest.mark.longest
 @pytest.mark.timeout(180)
 async def test_our_router_passes_whole() -> None:
     async with our_router() as subject:

@@ -28,6 +28,8 @@ from tests.engine.torch_models import SIZES, load_tiny, save_model
 
 IM_END = 2
 
+pytestmark = pytest.mark.longest
+
 
 @pytest.fixture(scope="module")
 def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:

@@ -35,6 +35,8 @@ from tests.engine.torch_models import (
 
 GREEDY = Sampling(max_tokens=12, temperature=0.0)
 
+pytestmark = pytest.mark.longest
+
 
 @pytest.fixture(scope="module", autouse=True)
 def one_thread() -> Iterator[None]:

@@ -13,6 +13,8 @@ from tests.system.asking import Reply, ask, random_request, request
 
 AT_ONCE = 32
 
+pytestmark = pytest.mark.longest
+
 
 async def _answers(running: Cluster, seeds: range) -> list[Reply]:
     gate = asyncio.Semaphore(AT_ONCE)

@@ -40,7 +40,7 @@ LONG_TEXT = Path(__file__).parent.parent.parent / "LICENSE"
 
 Asked = list[tuple[list[int], Sampling]]
 
-pytestmark = [pytest.mark.model, pytest.mark.timeout(800)]
+pytestmark = [pytest.mark.model, pytest.mark.longest, pytest.mark.timeout(800)]
 
 
 def another_pool(model: TorchEngine) -> Callable[[EngineConfig], Engine]:
