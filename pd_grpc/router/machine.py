@@ -8,7 +8,8 @@ after it, only the decode leg counts. The rules:
   that fails as a consequence of something else (`CLIENT_GONE`, `RELEASED`, `SUPERSEDED`, a bare
   `CANCELLED`) waits `settle_s` for the other leg to name the cause.
 * **P lost.** Only D knows whether the hand-off had happened: its leg has `grace_s + settle_s` to
-  fail or to go on, then it is asked.
+  fail or to go on, then it is asked. Before a token came there was most likely none: it is asked
+  after `settle_s`.
 * **P failed after the first token came.** D has heard P's cause through Release and says the same
   on its leg within `settle_s`, or is asked: a request that D owns goes on.
 * **Placing.** P turns to another D before that D hears of the request, so the decode leg moves
@@ -237,7 +238,8 @@ class RoutedRequest:
         if self._held is not None:
             return self._fail(self._held if _is_consequence(error) else fault)
         if isinstance(error, TransportFault) and error.peer_lost:
-            self._hold(fault, Leg.PREFILL, now + self.times.grace_s + self.times.settle_s)
+            grace_s = self.times.grace_s if self.tokens else 0.0
+            self._hold(fault, Leg.PREFILL, now + grace_s + self.times.settle_s)
             return []
         if _is_consequence(error) or self.tokens:
             self._hold(fault, Leg.PREFILL, now + self.times.settle_s)

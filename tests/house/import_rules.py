@@ -48,6 +48,7 @@ CORE = (
     "pd_grpc.decode.machine",
     "pd_grpc.decode.receiver",
     "pd_grpc.router.machine",
+    "pd_grpc.router.recovery",
     "pd_grpc.router.policies",
 )
 

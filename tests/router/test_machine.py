@@ -198,6 +198,14 @@ def test_prefill_lost_and_decode_silent_asks_decode() -> None:
     assert machine.on_time(1.0 + GRACE_S + SETTLE_S) == [AskTransfer(0, D1)]
 
 
+def test_prefill_lost_before_a_token_came_asks_decode_soon() -> None:
+    machine = routed()
+    machine.on_prefill_failed(LOST, 1.0)
+    assert machine.on_time(1.0 + SETTLE_S) == [AskTransfer(0, D1)]
+    assert machine.on_verdict(0, TransferVerdict.OWNED, 1.6) == [], "its token is on the way"
+    assert machine.on_tokens(0, 3, True, 1.7) == [Finish()]
+
+
 @pytest.mark.parametrize("verdict", [TransferVerdict.OWNED, TransferVerdict.READY])
 def test_a_decode_that_owns_the_request_goes_on(verdict: TransferVerdict) -> None:
     machine = with_first_token()

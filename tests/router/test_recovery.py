@@ -24,7 +24,6 @@ from tests.router.recovering import (
     D1,
     D2,
     D3,
-    GRACE_S,
     LOST,
     P1,
     P2,
@@ -58,7 +57,7 @@ def test_a_prefill_lost_before_a_token_is_replaced_once_decode_says_so() -> None
 def test_a_prefill_lost_with_a_silent_decode_is_replaced_when_decode_does_not_own_it() -> None:
     world = World().start()
     world.prefill_fails(LOST, 1.0)
-    assert world.time(1.0 + GRACE_S + SETTLE_S) == [AskTransfer(0, D1)]
+    assert world.time(1.0 + SETTLE_S) == [AskTransfer(0, D1)]
     verdict = world.request.request.on_verdict(0, TransferVerdict.OTHER, 3.0)
     actions = world.of_attempt(verdict, 3.0)
     assert begun(actions) == (2, Kind.RETRY, "p2", "d1")
