@@ -114,6 +114,8 @@ class Handover:
         if not again:
             self._fail(record, _of_transfer(fault, record), now, True)
             return
+        lost = isinstance(fault, TransportFault)
+        record.shard_lost = _of_transfer(fault, record) if lost else None
         timers = self._requests.timers
         timers.set(Timer("reopen", record.key, event.shard), now + self._config.reconnect_min_s)
         if timers.at(Timer("kv", record.key)) is None:
@@ -131,7 +133,8 @@ class Handover:
         """A broken stream has not come back in time."""
         record = self._requests.in_flight.get(key)
         if record is not None:
-            self._fail(record, stage_deadline("transfer"), now, True)
+            fault = record.shard_lost or stage_deadline("transfer")
+            self._fail(record, fault, now, True)
 
     def session_up(self, record: PrefillRecord, now: float) -> None:
         """D can be reached again: go on with what waited for that."""

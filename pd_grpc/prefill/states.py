@@ -144,6 +144,8 @@ class PrefillRecord:
     streams: dict[int, Stream] = field(default_factory=dict)
     acked_bytes: dict[int, int] = field(default_factory=dict)
     """By shard."""
+    shard_lost: Fault | None = None
+    """What it fails with if the stream that broke last does not come back: its connection's end."""
     first_token: Sampled | None = None
     finish: Finish | None = None
     first_token_tries: int = 0

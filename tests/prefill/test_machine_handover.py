@@ -125,9 +125,21 @@ def test_a_stream_that_keeps_breaking_fails_after_kv_progress(world: World) -> N
         world.feed(ev.TransferBroken(T1, 0, GONE))
         world.say(heartbeat_ack=decode_pb2.HeartbeatAck())
         world.advance(1.0)
+    assert world.fault(call).reason is Reason.DECODE_LOST, "another D may do"
+    assert world.releases() == [(D1, Reason.DECODE_LOST)]
+
+
+def test_a_stream_without_a_session_fails_after_kv_progress(world: World) -> None:
+    call = world.bring_to(PrefillState.SENDING)
+    world.answer_first_token()
+    for _ in range(20):
+        if world.state().terminal:
+            break
+        world.feed(ev.TransferBroken(T1, 0, Fault(Reason.NO_SESSION, "superseded")))
+        world.say(heartbeat_ack=decode_pb2.HeartbeatAck())
+        world.advance(1.0)
     fault = world.fault(call)
     assert (fault.reason, fault.metadata["stage"]) == (Reason.STAGE_DEADLINE, "transfer")
-    assert world.releases() == [(D1, Reason.STAGE_DEADLINE)]
 
 
 @pytest.mark.parametrize(
