@@ -24,7 +24,8 @@ def status(
     as_json: bool = typer.Option(False, "--json", help="Print one JSON object."),
 ) -> None:
     """Show every instance: role, endpoint, health, epoch, blocks by state, transfers in flight,
-    and the prepare pool of each P. With --json the configuration in force too."""
+    what the router tried elsewhere, and the prepare pool of each P. With --json the configuration
+    in force too."""
     request = admin_pb2.GetServerInfoRequest(peers=True)
     try:
         with rpc.sync_channel(endpoint, Timeouts(), Sizes()) as channel:
@@ -38,6 +39,8 @@ def status(
         print(json.dumps({"instances": instances}))
     else:
         stdout.print(_table(instances))
+        for line in _recoveries(instances):
+            stdout.print(line)
         if (lanes := _lanes(instances)) is not None:
             stdout.print(lanes)
 
@@ -60,8 +63,18 @@ def _as_object(info: admin_pb2.ServerInfo) -> dict[str, Any]:
             for t in info.transfers
         },
         "paused": info.paused,
+        "recovery": _recovery(info.recovery) if info.HasField("recovery") else None,
         "prepare": [_lane(lane) for lane in info.prepare],
         "settings": dict(info.settings),
+    }
+
+
+def _recovery(recovery: admin_pb2.Recovery) -> dict[str, int]:
+    return {
+        "retries": recovery.retries,
+        "continuations": recovery.continuations,
+        "refused": recovery.refused,
+        "budget_left": recovery.budget_left,
     }
 
 
@@ -76,6 +89,20 @@ def _lane(lane: admin_pb2.PrepareLane) -> dict[str, Any]:
         "breaker_left_s": seconds(lane.breaker_left),
         "breaker_fault": lane.breaker_fault.message,
     }
+
+
+def _recoveries(instances: list[dict[str, Any]]) -> list[str]:
+    """What each router tried elsewhere, a line for one that did."""
+    lines = []
+    for i in instances:
+        counts = i["recovery"] or {}
+        done = [
+            f"{counts[n]} {n}" for n in ("retries", "continuations", "refused") if counts.get(n)
+        ]
+        if done:
+            left = f"the retry budget has {counts['budget_left']} left"
+            lines.append(f"{i['name']} tried requests elsewhere: {', '.join(done)}; {left}")
+    return lines
 
 
 def _lanes(instances: list[dict[str, Any]]) -> Table | None:

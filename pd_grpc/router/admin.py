@@ -16,6 +16,7 @@ from pd_grpc.protocol.serving import ControlServer
 from pd_grpc.protocol.version import VERSION
 from pd_grpc.router.discovery import Discovery, InstanceView
 from pd_grpc.router.in_flight import InFlight
+from pd_grpc.router.recovery import Kind, Recovery
 from pd_grpc.v1 import admin_pb2, types_pb2
 
 _PEER_INFO_S = 1.0
@@ -33,6 +34,7 @@ class RouterAdmin:
         control: ControlServer,
         discovery: Discovery,
         in_flight: InFlight,
+        recovery: Recovery,
         drain: Callable[[float | None], int],
     ) -> None:
         self._config = config
@@ -41,6 +43,7 @@ class RouterAdmin:
         self._control = control
         self._discovery = discovery
         self._in_flight = in_flight
+        self._recovery = recovery
         self._drain = drain
         self._started = clock.now()
         self.draining = False
@@ -59,6 +62,7 @@ class RouterAdmin:
             transfers=_counts(in_flight),
             ended=_counts(self._in_flight.ended_counts),
             late_events=self._in_flight.late_events,
+            recovery=self._recovered(),
             settings={name: str(value) for name, value in self._config.model_dump().items()},
         )
 
@@ -89,6 +93,15 @@ class RouterAdmin:
         if self.draining:
             return admin_pb2.HEALTH_DRAINING
         return admin_pb2.HEALTH_SERVING if self._control.ready else admin_pb2.HEALTH_NOT_SERVING
+
+    def _recovered(self) -> admin_pb2.Recovery:
+        counts = self._recovery.counts
+        return admin_pb2.Recovery(
+            retries=counts.tried[Kind.RETRY].total(),
+            continuations=counts.tried[Kind.CONTINUATION].total(),
+            refused=counts.refused.total(),
+            budget_left=int(self._recovery.budget.tokens),
+        )
 
     async def _ask(self, view: InstanceView) -> admin_pb2.ServerInfo:
         try:

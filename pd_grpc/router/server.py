@@ -75,6 +75,7 @@ class RouterServer:
             self._control,
             self.discovery,
             self.in_flight,
+            self.routing.recovery,
             self.drain,
         )
         self._draining: asyncio.Task[None] | None = None

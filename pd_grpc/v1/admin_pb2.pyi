@@ -73,7 +73,7 @@ class GetServerInfoResponse(_message.Message):
     def __init__(self, server: _Optional[_Union[ServerInfo, _Mapping]] = ..., peers: _Optional[_Iterable[_Union[ServerInfo, _Mapping]]] = ...) -> None: ...
 
 class ServerInfo(_message.Message):
-    __slots__ = ("instance", "endpoint", "health", "health_reason", "version", "model", "uptime", "blocks", "transfers", "ended", "late_events", "settings", "prepare", "paused")
+    __slots__ = ("instance", "endpoint", "health", "health_reason", "version", "model", "uptime", "blocks", "transfers", "ended", "late_events", "settings", "prepare", "paused", "recovery")
     class SettingsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -95,6 +95,7 @@ class ServerInfo(_message.Message):
     SETTINGS_FIELD_NUMBER: _ClassVar[int]
     PREPARE_FIELD_NUMBER: _ClassVar[int]
     PAUSED_FIELD_NUMBER: _ClassVar[int]
+    RECOVERY_FIELD_NUMBER: _ClassVar[int]
     instance: _types_pb2.Instance
     endpoint: str
     health: Health
@@ -109,7 +110,20 @@ class ServerInfo(_message.Message):
     settings: _containers.ScalarMap[str, str]
     prepare: _containers.RepeatedCompositeFieldContainer[PrepareLane]
     paused: bool
-    def __init__(self, instance: _Optional[_Union[_types_pb2.Instance, _Mapping]] = ..., endpoint: _Optional[str] = ..., health: _Optional[_Union[Health, str]] = ..., health_reason: _Optional[str] = ..., version: _Optional[str] = ..., model: _Optional[str] = ..., uptime: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., blocks: _Optional[_Iterable[_Union[BlockCount, _Mapping]]] = ..., transfers: _Optional[_Iterable[_Union[TransferCount, _Mapping]]] = ..., ended: _Optional[_Iterable[_Union[TransferCount, _Mapping]]] = ..., late_events: _Optional[int] = ..., settings: _Optional[_Mapping[str, str]] = ..., prepare: _Optional[_Iterable[_Union[PrepareLane, _Mapping]]] = ..., paused: bool = ...) -> None: ...
+    recovery: Recovery
+    def __init__(self, instance: _Optional[_Union[_types_pb2.Instance, _Mapping]] = ..., endpoint: _Optional[str] = ..., health: _Optional[_Union[Health, str]] = ..., health_reason: _Optional[str] = ..., version: _Optional[str] = ..., model: _Optional[str] = ..., uptime: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., blocks: _Optional[_Iterable[_Union[BlockCount, _Mapping]]] = ..., transfers: _Optional[_Iterable[_Union[TransferCount, _Mapping]]] = ..., ended: _Optional[_Iterable[_Union[TransferCount, _Mapping]]] = ..., late_events: _Optional[int] = ..., settings: _Optional[_Mapping[str, str]] = ..., prepare: _Optional[_Iterable[_Union[PrepareLane, _Mapping]]] = ..., paused: bool = ..., recovery: _Optional[_Union[Recovery, _Mapping]] = ...) -> None: ...
+
+class Recovery(_message.Message):
+    __slots__ = ("retries", "continuations", "refused", "budget_left")
+    RETRIES_FIELD_NUMBER: _ClassVar[int]
+    CONTINUATIONS_FIELD_NUMBER: _ClassVar[int]
+    REFUSED_FIELD_NUMBER: _ClassVar[int]
+    BUDGET_LEFT_FIELD_NUMBER: _ClassVar[int]
+    retries: int
+    continuations: int
+    refused: int
+    budget_left: int
+    def __init__(self, retries: _Optional[int] = ..., continuations: _Optional[int] = ..., refused: _Optional[int] = ..., budget_left: _Optional[int] = ...) -> None: ...
 
 class PrepareLane(_message.Message):
     __slots__ = ("decode", "in_flight", "ready", "waiting", "backoff_left", "breaker", "breaker_left", "breaker_fault")

@@ -67,6 +67,10 @@ class InferenceServiceServicer(object):
         a failure are given to the client before it. An instance that was restarted is met under its
         new epoch.
 
+        A router may try a request elsewhere that an instance has failed. The new attempt has the same
+        transfer_id and a greater attempt. The legs of the attempt before are cancelled. Tokens that the
+        client has go along as generated_token_ids, and the answer goes on behind them.
+
         ALREADY_EXISTS with DUPLICATE_REQUEST while the same request_id is in flight, or of a hand-over
         with DUPLICATE_TRANSFER while the same ref has a client; the first is unharmed. On D a
         hand-over that has ended is answered with its end, or ABORTED with RELEASED where that had no

@@ -1,4 +1,4 @@
-"""What `pd-grpc status` makes of a P's prepare pool."""
+"""What `pd-grpc status` makes of a P's prepare pool and of what a router tried elsewhere."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 from rich.console import Console
 
-from pd_grpc.cli.status import _as_object, _lanes
+from pd_grpc.cli.status import _as_object, _lanes, _recoveries
 from pd_grpc.protocol.faults import Fault, Reason
 from pd_grpc.protocol.messages import duration
 from pd_grpc.v1 import admin_pb2, types_pb2
@@ -62,3 +62,25 @@ def test_the_table_says_whether_a_d_may_be_asked_and_why_not() -> None:
 
 def test_without_anything_in_preparation_there_is_no_second_table() -> None:
     assert _lanes([_as_object(info())]) is None
+
+
+def test_what_a_router_tried_elsewhere_has_a_line() -> None:
+    counts = admin_pb2.Recovery(retries=2, continuations=31, budget_left=969)
+    router = types_pb2.Instance(name="r-1", epoch=7, role=types_pb2.ROLE_ROUTER)
+    told = _as_object(admin_pb2.ServerInfo(instance=router, recovery=counts))
+    assert told["recovery"] == {
+        "retries": 2,
+        "continuations": 31,
+        "refused": 0,
+        "budget_left": 969,
+    }
+    (line,) = _recoveries([told, _as_object(info())])
+    assert line == (
+        "r-1 tried requests elsewhere: 2 retries, 31 continuations; the retry budget has 969 left"
+    )
+
+
+def test_a_router_that_tried_nothing_elsewhere_has_none() -> None:
+    idle = _as_object(admin_pb2.ServerInfo(recovery=admin_pb2.Recovery(budget_left=1000)))
+    assert _recoveries([idle]) == []
+    assert _as_object(info())["recovery"] is None

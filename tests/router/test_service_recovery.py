@@ -307,6 +307,8 @@ async def test_counts_and_the_trace_tell_of_each_try() -> None:
         with pytest.raises(grpc.aio.AioRpcError):
             await site.answer()
         assert site.counted(names.METRIC_ROUTER_RETRIES_REFUSED) == {"ENGINE_STUCK": 1}
+        info = await site.admin.GetServerInfo(admin_pb2.GetServerInfoRequest())
+        assert info.server.recovery == admin_pb2.Recovery(retries=2, continuations=1, refused=1)
     (span,) = (
         s
         for s in site.spans.get_finished_spans()
