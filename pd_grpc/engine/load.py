@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from pd_grpc.engine.base import Engine, Tokenizer
+from pd_grpc.engine.hub import reach
 from pd_grpc.engine.model_error import ModelError
+from pd_grpc.engine.model_source import find_model, find_tokenizer
 from pd_grpc.engine.pool_size import check_pool
 from pd_grpc.protocol.config import EngineConfig
 
@@ -29,9 +31,15 @@ def load_engine(
         except ValueError as error:
             field, _, text = str(error).partition(": ")
             raise ModelError(field, text) from error
+    if config.device != "cpu":
+        raise ModelError("device", f"{config.device} is not built; only cpu is")
+    source = find_model(config.model)
+    progress(f"reading {source.name}" if source.local else f"looking up {source.name} on the hub")
+    source = reach(source)
+    # Importing torch takes seconds; a model that is not there is told of before.
     from pd_grpc.engine.torch import load_torch_engine
 
-    return load_torch_engine(config, progress)
+    return load_torch_engine(config, source, progress)
 
 
 def load_tokenizer(engine: str, model: str, vocab_size: int = 32000) -> Tokenizer:
@@ -44,8 +52,6 @@ def load_tokenizer(engine: str, model: str, vocab_size: int = 32000) -> Tokenize
 
         return SimTokenizer(vocab_size)
     from pd_grpc.engine.hf_tokenizer import read_tokenizer
-    from pd_grpc.engine.hub import reach
-    from pd_grpc.engine.model_source import find_tokenizer
 
     return read_tokenizer(reach(find_tokenizer(model)))
 

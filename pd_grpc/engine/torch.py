@@ -19,11 +19,10 @@ from pd_grpc.engine.base import (
 from pd_grpc.engine.batch_rows import filled, steady_group
 from pd_grpc.engine.fingerprint import model_fingerprint, positions_fingerprint
 from pd_grpc.engine.hf_tokenizer import HfTokenizer, read_tokenizer
-from pd_grpc.engine.hub import reach
 from pd_grpc.engine.memory import HostKvMemory
 from pd_grpc.engine.model_error import ModelError
 from pd_grpc.engine.model_guard import check_attention, kv_shape, refuse_unsupported
-from pd_grpc.engine.model_source import ModelSource, find_model
+from pd_grpc.engine.model_source import ModelSource
 from pd_grpc.engine.paged_attention import ATTENTION_NAME, PagedKv, Run, Step
 from pd_grpc.engine.pool_size import check_pool
 from pd_grpc.engine.sampler import NotSampleable, sample
@@ -149,15 +148,12 @@ class _Callback:
             raise
 
 
-def load_torch_engine(config: EngineConfig, progress: Callable[[str], None]) -> TorchEngine:
-    """Load what `config` describes. ModelError names the field that is wrong."""
-    if config.device != "cpu":
-        raise ModelError("device", f"{config.device} is not built; only cpu is")
+def load_torch_engine(
+    config: EngineConfig, source: ModelSource, progress: Callable[[str], None]
+) -> TorchEngine:
+    """Load `source` as `config` describes. ModelError names the field that is wrong."""
     if config.threads:
         torch.set_num_threads(config.threads)
-    source = find_model(config.model)
-    progress(f"reading {source.name}" if source.local else f"looking up {source.name} on the hub")
-    source = reach(source)
     dtype: torch.dtype = getattr(torch, config.dtype)
     with reading(source, progress), torch.inference_mode():
         model_config = read_config(source)
