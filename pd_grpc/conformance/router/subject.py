@@ -35,6 +35,8 @@ INFERENCE = "pd_grpc.v1.InferenceService"
 
 PROMPT_TOKENS = 12
 
+_BOTH_LEGS = "Prefill and Generate called on the kit's instances"
+
 
 class RouterSubject:
     """A router, by its endpoint, with the kit's instances behind it."""
@@ -229,15 +231,26 @@ class RouterHand:
     async def both_legs(self, client: ClientLeg) -> Routed:
         """The request of a client's call, once its two legs have come. Broken when the call ends
         before, or they do not come."""
-        what = "Prefill and Generate called on the kit's instances"
+        routed = await self._legs_or_end(client)
+        if routed is None:
+            broken(_BOTH_LEGS, f"the end of Generate: {await client.ends()}")
+        return routed
+
+    async def elsewhere(self, client: ClientLeg) -> Routed:
+        """The next attempt of a request that an instance has failed, once its two legs have come.
+        NotApplicable where the router tells its client instead."""
+        routed = await self._legs_or_end(client)
+        if routed is None:
+            raise NotApplicable("the router tries no such request elsewhere")
+        return routed
+
+    async def _legs_or_end(self, client: ClientLeg) -> Routed | None:
         legs = asyncio.ensure_future(self.instances.next_legs())
         ended = asyncio.ensure_future(client.stream.wait_for_end())
         either = asyncio.wait((legs, ended), return_when=asyncio.FIRST_COMPLETED)
         try:
-            await within(None, either, what)
-            if not legs.done():
-                broken(what, f"the end of Generate: {await client.ends()}")
-            return Routed(self.instances, client, *legs.result())
+            await within(None, either, _BOTH_LEGS)
+            return Routed(self.instances, client, *legs.result()) if legs.done() else None
         finally:
             legs.cancel()
             ended.cancel()
