@@ -232,6 +232,7 @@ class RecoveringRequest:
 
     def on_client_gone(self, now: float) -> list[Action]:
         """The client cancelled or vanished: nothing is to be said."""
+        self._pay_back()
         if self._failed is not None:
             self._stop_seeking()
             return []
@@ -239,6 +240,7 @@ class RecoveringRequest:
 
     def on_fault(self, fault: Fault, now: float) -> list[Action]:
         """Something outside the legs ends it: an operator, or a defect of the router."""
+        self._pay_back()
         if self._failed is not None:
             return self._give_up(fault)
         return list(self.request.on_fault(fault, now))
@@ -276,11 +278,15 @@ class RecoveringRequest:
         """The request is further than it was: whoever failed it before may have it again."""
         if not self._without_progress:
             return
+        self._pay_back()
+        self._without_progress = 0
+        self.suspects.clear()
+
+    def _pay_back(self) -> None:
+        """The attempt has helped, or will never be known to."""
         if self._borrowed:
             self._recovery.budget.give_back()
         self._borrowed = False
-        self._without_progress = 0
-        self.suspects.clear()
 
     def _answered(self) -> None:
         self._came_on()

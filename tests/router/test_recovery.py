@@ -394,6 +394,15 @@ def test_a_client_that_leaves_ends_the_new_attempt() -> None:
     assert world.request.ended and world.request.next_timer() is None
 
 
+def test_a_client_that_leaves_takes_nothing_of_the_budget() -> None:
+    world = World(budget=RetryBudget(5, 0.0)).start()
+    world.prefill_fails(fault(Reason.SENDER_STUCK), 1.0)
+    assert world.budget.tokens == 4
+    world.request.on_client_gone(1.5)
+    world.request.on_client_gone(1.6)
+    assert world.budget.tokens == 5
+
+
 def test_a_client_that_leaves_while_others_are_waited_for_ends_it() -> None:
     world = World(decode=[D1], others_out_of_reach=True).start()
     world.decode_fails(LOST, 2.0)
