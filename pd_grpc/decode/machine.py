@@ -14,7 +14,7 @@ from typing import Any
 from pd_grpc.blocks.pool import BlockPool
 from pd_grpc.decode import events as ev
 from pd_grpc.decode.actions import Action, Drained, SessionSend
-from pd_grpc.decode.checks import draining, limits_of
+from pd_grpc.decode.checks import limits_of
 from pd_grpc.decode.client_desk import ClientDesk
 from pd_grpc.decode.deadlines import (
     Grace,
@@ -245,5 +245,6 @@ class DecodeMachine:
         self._sessions.leave()
 
     def _drain_is_over(self) -> None:
+        fault = Fault(Reason.DRAINING, "this decode instance leaves before the request has ended")
         for transfer in list(self.ledger.transfers.values()):
-            self.ledger.end(transfer, DecodeState.FAILED, draining())
+            self.ledger.end(transfer, DecodeState.FAILED, fault)

@@ -370,6 +370,6 @@ def not_meant(reason: Reason, text: str, meant: object, here: object) -> Fault:
 
 
 def stage_deadline(stage: str, budget: str = "") -> Fault:
-    """The time of a stage is over."""
-    text = f"the request's time ended while in stage '{stage}'"
+    """The time of a stage is over, be it the stage's own or what the request had left."""
+    text = f"time ran out in stage '{stage}'"
     return Fault(Reason.STAGE_DEADLINE, f"{text}{budget}", {"stage": stage})

@@ -351,6 +351,7 @@ def test_a_drain_ends_by_its_deadline(d: Harness, p: Prefill) -> None:
     d.advance(0.1)
     assert d.drains == 1
     assert d.reason(client) is Reason.DRAINING
+    assert "before the request has ended" in d.refused[client].message
     (ended,) = d.ended_for(p.stream)
     assert ended.status.code == Code.UNAVAILABLE
 

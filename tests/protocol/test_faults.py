@@ -216,6 +216,7 @@ def test_a_bad_request_names_every_field_and_a_stage_deadline_its_stage() -> Non
     late = stage_deadline("allocate")
     assert (late.reason, late.metadata["stage"]) == (Reason.STAGE_DEADLINE, "allocate")
     assert "'allocate'" in late.message
+    assert "request" not in late.message, "it may be the stage's own time that is over"
 
 
 # --- over real connections -----------------------------------------------------------------------
