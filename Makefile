@@ -65,7 +65,7 @@ lint: protos-lint protos-breaking
 	$(BIN)/ruff format --check .
 
 types: $(STAMP)
-	$(BIN)/mypy pd_grpc tests tools
+	$(BIN)/mypy --num-workers 2 pd_grpc tests tools
 
 # What mostly waits: without ARGS these run four at a time, each worker taking a test when it is done
 # with the last, then the others two files at a time. Either begins with the tests marked `longest`.
