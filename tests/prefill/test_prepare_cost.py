@@ -16,7 +16,7 @@ from pd_grpc.engine.base import PrefillChunk, Sampled
 from pd_grpc.engine.sim import SimEngine
 from pd_grpc.v1 import prefill_pb2_grpc
 from tests.prefill.cluster import request_to, running
-from tests.prefill.test_process import SIM, process, ready
+from tests.servers.processes import SIM, ready, server
 from tests.waiting import until
 
 IN_PREPARATION = 256
@@ -65,7 +65,7 @@ async def test_threads_do_not_grow_with_what_is_in_preparation(
         d = await cluster.decode(**PATIENT)
         taken = d.pool.reserve(d.pool.free, owner="the test")
         window = ("--prepare-window", str(IN_PREPARATION))
-        with process(*SIM, *window) as running_p:
+        with server("prefill", *SIM, *window) as running_p:
             endpoint = ready(running_p)[3]
             p = psutil.Process(running_p.pid)
             stub = prefill_pb2_grpc.PrefillServiceStub(cluster.channel(endpoint))
