@@ -43,11 +43,12 @@ async def test_a_prepared_request_takes_at_most_64_kib_beyond_its_tokens() -> No
         gc.collect()
         tracemalloc.start()
         legs = [asyncio.create_task(cluster.run_prefill(p, r, 120)) for r in requests[1:]]
-        await until(lambda: pool.granted == IN_PREPARATION, 90)
+        # One more where D granted the last two at once.
+        await until(lambda: pool.granted >= IN_PREPARATION, 90)
         gc.collect()
         bytes_now, _ = tracemalloc.get_traced_memory()
         tracemalloc.stop()
-        assert bytes_now / (IN_PREPARATION - 1) < MOST_BYTES + PROMPT * PER_TOKEN
+        assert bytes_now / (pool.granted - 1) < MOST_BYTES + PROMPT * PER_TOKEN
         for leg in [warm, *legs]:
             leg.cancel()
         await asyncio.gather(warm, *legs, return_exceptions=True)
@@ -113,7 +114,9 @@ async def test_a_cancel_wastes_at_most_one_chunk() -> None:
         await until(lambda: not p.view.transfers())
         begun = engine.chunks
         await until(lambda: p.pool.free == p.pool.total)
+        ended = engine.chunks
+        assert ended <= begun + 1, "the chunk that was on its way to the engine"
         other = request_to(d, tokens=16)
         await cluster.run(p, d, other)
-        assert engine.chunks <= begun + 1, "one for the other request, and no more of the first"
+        assert engine.chunks == ended + 1, "one for the other request, and no more of the first"
         assert begun < 40
