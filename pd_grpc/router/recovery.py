@@ -178,6 +178,8 @@ class RecoveringRequest:
     def after(self, actions: list[AttemptAction], now: float) -> list[Action]:
         """What `request` wants done, with another attempt in place of a failure where there may be
         one."""
+        if self.seeking:
+            return []  # A late word of a leg that is over.
         if self.request.tokens >= _FEWEST_TOKENS:
             self._came_on()
         if Finish() in actions:

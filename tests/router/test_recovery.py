@@ -268,6 +268,15 @@ def test_others_out_of_reach_are_waited_for() -> None:
     assert not world.request.waiting
 
 
+def test_a_late_word_of_the_attempt_that_failed_clears_nobody() -> None:
+    world = World(decode=[D1], others_out_of_reach=True).start()
+    world.tokens(2, 1.0)
+    world.decode_fails(LOST, 1.1)
+    assert world.hands_over(1.2) == []
+    assert world.act(world.request.on_instances(), 1.3) == [], "D1 is to blame still"
+    assert world.request.waiting
+
+
 def test_others_out_of_reach_are_not_waited_for_for_long() -> None:
     world = World(decode=[D1], others_out_of_reach=True).start()
     world.decode_fails(LOST, 2.0)
