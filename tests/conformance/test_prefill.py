@@ -31,10 +31,6 @@ async def test_our_prefill_is_seen_to_stop_computing() -> None:
     assert result.passed, explained(result)
 
 
-def test_every_case_has_a_mutant() -> None:
-    assert [case.id for case in PREFILL_CASES] == sorted(PREFILL_MUTANTS.by_case)
-
-
 @pytest.mark.planted
 @pytest.mark.parametrize(("case_id", "mutant"), PREFILL_MUTANTS.params())
 async def test_a_planted_fault_is_found(

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
 from pd_grpc.conformance.calls import check_feature
 from pd_grpc.conformance.case import answer_s, expect, expect_equal
 from pd_grpc.conformance.channels import new_epoch
 from pd_grpc.conformance.later import later
 from pd_grpc.conformance.prefill.cases.registry import PREFILL_CASES as case
-from pd_grpc.conformance.prefill.decode import CONNECTION_LOST, KitTimes
+from pd_grpc.conformance.prefill.decode import CONNECTION_LOST, KitDecode, KitTimes
 from pd_grpc.conformance.prefill.subject import PrefillHand
 from pd_grpc.protocol.faults import Fault, Reason
 from pd_grpc.v1 import decode_pb2, types_pb2
@@ -58,23 +59,23 @@ async def one_session_for_all(p: PrefillHand) -> None:
     expect_equal(len(d.hello.seen), 1, "the number of sessions")
 
 
-@case(105, "Minted by D, never empty; every call of P's carries it.")
-async def calls_carry_the_session(p: PrefillHand) -> None:
-    """Allocate, Transfer, SendFirstToken and Release all carry the session_id of Welcome."""
-    d = await p.decode()
+async def _every_call(p: PrefillHand, d: KitDecode) -> list[Any]:
+    """What P sends for a transfer: Allocates, opens of a Transfer, SendFirstTokens, Releases."""
     await p.call(p.request(), d).handed_off()
     d.allocate.hold()
     caller = p.call(p.request(), d)
     await d.allocate.came("the second Allocate", 2)
     await caller.leave()
     await d.release.came("Release")
-    carried = [
-        *(m.session_id for m in d.allocate.seen),
-        *(m.session_id for m in d.kv.open.seen),
-        *(m.session_id for m in d.first_token.seen),
-        *(m.session_id for m in d.release.seen),
-    ]
-    expect_equal(set(carried), {d.session.session_id}, "the session ids of its calls")
+    return [*d.allocate.seen, *d.kv.open.seen, *d.first_token.seen, *d.release.seen]
+
+
+@case(105, "Minted by D, never empty; every call of P's carries it.")
+async def calls_carry_the_session(p: PrefillHand) -> None:
+    """Allocate, Transfer, SendFirstToken and Release all carry the session_id of Welcome."""
+    d = await p.decode()
+    carried = {call.session_id for call in await _every_call(p, d)}
+    expect_equal(carried, {d.session.session_id}, "the session ids of its calls")
 
 
 @case(
@@ -84,19 +85,8 @@ async def calls_carry_the_session(p: PrefillHand) -> None:
 async def calls_carry_the_epoch(p: PrefillHand) -> None:
     """A request whose ref has decode_epoch 0 reaches D with the epoch of its Welcome."""
     d = await p.decode()
-    await p.call(p.request(), d).handed_off()
-    d.allocate.hold()
-    caller = p.call(p.request(), d)
-    await d.allocate.came("the second Allocate", 2)
-    await caller.leave()
-    await d.release.came("Release")
-    carried = [
-        *(m.ref.decode_epoch for m in d.allocate.seen),
-        *(m.ref.decode_epoch for m in d.kv.open.seen),
-        *(m.ref.decode_epoch for m in d.first_token.seen),
-        *(m.ref.decode_epoch for m in d.release.seen),
-    ]
-    expect_equal(set(carried), {d.instance.epoch}, "the epochs of its calls")
+    carried = {call.ref.decode_epoch for call in await _every_call(p, d)}
+    expect_equal(carried, {d.instance.epoch}, "the epochs of its calls")
 
 
 @case(107, "Time between two heartbeats of P.")
