@@ -42,6 +42,9 @@ class Watched(World):
         self.open = {(1, "decode 0")} | ({(1, "prefill")} if self.prefill else set())
         self.attempts = [1]
         self.ends = 0
+        pairing = self.request.pairing
+        self.pair: tuple[Target | None, Target | None] = (pairing.prefill, pairing.decode)
+        self.left: tuple[Target | None, Target | None] = (None, None)
         return self
 
     def prefill_over(self) -> None:
@@ -64,16 +67,20 @@ class Watched(World):
                     attempt = number
                     self.attempts.append(number)
                     assert not self.open, "an attempt began before the one before was over"
-                case OpenPrefill():
+                    self.left, self.pair = self.pair, (None, None)
+                case OpenPrefill(target):
                     self.open.add((attempt, "prefill"))
-                case OpenDecode(leg):
+                    self.pair = (target, self.pair[1])
+                case OpenDecode(leg, target):
                     self.open.add((attempt, f"decode {leg}"))
+                    self.pair = (self.pair[0], target)
                 case CancelPrefill():
                     self.open.remove((attempt, "prefill"))
                 case CancelDecode(leg):
                     self.open.remove((attempt, f"decode {leg}"))
                 case Finish() | Fail():
                     self.ends += 1
+        assert self.pair != self.left, "the pair that has failed was chosen again"
         self.done.clear()
 
 
