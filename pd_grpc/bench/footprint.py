@@ -31,7 +31,8 @@ async def footprint_figures(scope: Scope, tell: Tell) -> Mapping[str, Any]:
     setup = Setup(
         Row.POOL,
         Timing(1.0, floor_ms=scope.floor_ms),
-        prefill_settings={"prepare_window": IN_PREPARATION, "prepare_total": IN_PREPARATION},
+        # No D has more in flight than the total has left.
+        prefill_settings={"prepare_window": IN_PREPARATION, "prepare_total": 2 * IN_PREPARATION},
     )
     async with running_system(setup) as system:
         await system.behave(0, Manners(silent=True))

@@ -1,7 +1,8 @@
 """The prepare pool: which requests may ask their D for blocks now.
 
 Each D has a window of its own inside a total, so that a D that is slow, full or silent holds its
-own window only. Grants not yet computed are bounded too, so that D's blocks are not held idle: the
+own window only. None has more in flight than the total has left, so that many such Ds do not use it
+up for the others. Grants not yet computed are bounded too, so that D's blocks are not held idle: the
 Ds that have granted some share `ahead` between them, and one whose grants pile up holds back nobody
 else. Allocates that still wait do not count against that.
 
@@ -107,9 +108,9 @@ class _Lane:
 
 
 class PreparePool:
-    """`window` Allocates per D and `total` in all may be in flight; none starts for a D whose share
-    of `ahead` is used up by grants not yet computed. `jitter` gives a number from 0 to 1 for each
-    back-off. Times are seconds of one clock."""
+    """`window` Allocates per D and `total` in all may be in flight, for each D no more than are left
+    of the total; none starts for a D whose share of `ahead` is used up by grants not yet computed.
+    `jitter` gives a number from 0 to 1 for each back-off. Times are seconds of one clock."""
 
     def __init__(self, limits: PrepareLimits, jitter: Callable[[], float] = lambda: 0.0) -> None:
         self.paused = False
@@ -171,10 +172,7 @@ class PreparePool:
             and may_ask(endpoint)
         ]
         holding = sum(bool(lane.granted) for lane in self._lanes.values())
-        while self._asking < self._limits.total:
-            heads = [lane for lane in open_lanes if self._may_ask_more(lane, holding)]
-            if not heads:
-                break
+        while heads := [lane for lane in open_lanes if self._may_ask_more(lane, holding)]:
             lane = min(heads, key=lambda each: next(iter(each.waiting.values())))
             key, arrival = lane.waiting.popitem(last=False)
             lane.asking[key] = arrival
@@ -326,7 +324,8 @@ class PreparePool:
             return False
         sharing = holding if lane.granted else holding + 1
         share = max(1, -(-self._limits.ahead // sharing))
-        return len(lane.asking) < self._limits.window and len(lane.granted) < share
+        most = min(self._limits.window, self._limits.total - self._asking)
+        return len(lane.asking) < most and len(lane.granted) < share
 
 
 def _view(endpoint: str, lane: _Lane, now: float) -> LaneView:

@@ -27,6 +27,30 @@ def test_each_d_has_a_window_and_all_have_a_total() -> None:
     assert pool.start(lambda _: True, NOW) == []
 
 
+def test_many_ds_that_do_not_answer_leave_some_of_the_total_to_one_that_does() -> None:
+    """S2, invariant 8: a window of each of eight would be all there is."""
+    pool = PreparePool(PrepareLimits(window=32, total=256, ahead=100))
+    for n in range(10):
+        fill(pool, f"silent-{n}", range(1000 * n, 1000 * n + 100))
+        pool.start(lambda _: True, NOW)
+    fill(pool, "free", range(10_000, 10_100))
+    started = pool.start(lambda _: True, NOW)
+    assert started and pool.in_flight < 256
+    for each in started:
+        pool.answered(each, granted=False)
+    assert len(pool.start(lambda _: True, NOW)) == len(started), "and it keeps that"
+
+
+def test_a_total_smaller_than_a_window_is_shared_too() -> None:
+    pool = PreparePool(PrepareLimits(window=32, total=4, ahead=100))
+    fill(pool, "silent", range(8))
+    fill(pool, "free", range(8, 10))
+    assert pool.start(lambda _: True, NOW) == [key(0), key(1), key(8)]
+    pool = PreparePool(PrepareLimits(window=1, total=1, ahead=1))
+    fill(pool, "alone", range(2))
+    assert pool.start(lambda _: True, NOW) == [key(0)]
+
+
 def test_a_d_whose_window_is_full_holds_up_no_other() -> None:
     pool = PreparePool(PrepareLimits(window=2, total=100, ahead=100))
     fill(pool, "silent", range(50))
@@ -55,7 +79,7 @@ def test_none_asks_a_d_that_cannot_be_asked() -> None:
 
 
 def test_grants_not_yet_computed_are_bounded_and_asking_does_not_count() -> None:
-    pool = PreparePool(PrepareLimits(window=10, total=10, ahead=2))
+    pool = PreparePool(PrepareLimits(window=10, total=20, ahead=2))
     fill(pool, "a", range(6))
     assert len(pool.start(lambda _: True, NOW)) == 6
     for n in range(2):

@@ -65,8 +65,9 @@ async def test_threads_do_not_grow_with_what_is_in_preparation(
     async with running() as cluster:
         d = await cluster.decode(**PATIENT)
         taken = d.pool.reserve(d.pool.free, owner="the test")
-        window = ("--prepare-window", str(IN_PREPARATION))
-        with server("prefill", *SIM, *window) as running_p:
+        # No D has more in flight than the total has left.
+        total = ("--prepare-total", str(2 * IN_PREPARATION))
+        with server("prefill", *SIM, "--prepare-window", str(IN_PREPARATION), *total) as running_p:
             endpoint = ready(running_p)[3]
             p = psutil.Process(running_p.pid)
             stub = prefill_pb2_grpc.PrefillServiceStub(cluster.channel(endpoint))

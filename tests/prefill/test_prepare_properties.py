@@ -251,6 +251,8 @@ class Pool(RuleBasedStateMachine):
             if self.broken[decode] and not self.forgettable[decode]:
                 assert self.pool.probes(key), "only a probe goes while the breaker is not closed"
             assert len(self.granted[decode]) < self._share(decode), "more than its share"
+            left = self.limits.total - sum(map(len, self.asking.values()))
+            assert len(self.asking[decode]) < left, "as much as it has is left to the others"
             self.waiting[decode].remove(key)
             self.asking[decode].append(key)
         in_order = [self.arrival[key] for key in started]
@@ -259,7 +261,8 @@ class Pool(RuleBasedStateMachine):
         self._nobody_waits_without_need()
 
     def _nobody_is_limited(self) -> bool:
-        return all(len(self.asking[d]) < self.limits.window for d in DECODES)
+        left = self.limits.total - self.pool.in_flight
+        return all(len(self.asking[d]) < min(self.limits.window, left) for d in DECODES)
 
     def _nobody_waits_without_need(self) -> None:
         if self.pool.paused or self.pool.in_flight >= self.limits.total:
@@ -269,6 +272,7 @@ class Pool(RuleBasedStateMachine):
                 not self.reachable[d]
                 or not self.pool.takes(d, self.now)
                 or len(self.asking[d]) >= self.limits.window
+                or len(self.asking[d]) >= self.limits.total - self.pool.in_flight
                 or len(self.granted[d]) >= self._share(d)
                 or (self.broken[d] and any(map(self.pool.probes, self.asking[d])))
             )
