@@ -19,6 +19,10 @@ from pd_grpc.protocol.faults import Code, Fault, TransportFault, read_status, st
 _NO_DEADLINE_S = 1e9
 """grpc reports about 9e18 s for a call without a deadline."""
 
+_LEAST_PING_MS = 100
+_LEAST_PATIENCE_MS = 300
+"""However short a heartbeat is: a peer that is busy for a moment is no lost one."""
+
 FAREWELL_S = 1.0
 """How long a peer may take to read the status that ends its call."""
 
@@ -29,7 +33,6 @@ STATUS_METADATA = "grpc-status-details-bin"
 def channel_options(timeouts: Timeouts, sizes: Sizes) -> list[tuple[str, Any]]:
     """Options of every channel: quick reconnects, bounded messages, keepalive that finds a frozen
     peer (`ping_timeout_ms` beside `keepalive_timeout_ms`), no compression."""
-    heartbeat_ms = int(timeouts.heartbeat_s * 1000)
     return [
         ("grpc.initial_reconnect_backoff_ms", int(timeouts.reconnect_min_s * 1000)),
         # By its name a back-off, in effect how long one attempt to connect may take: a peer that
@@ -38,25 +41,41 @@ def channel_options(timeouts: Timeouts, sizes: Sizes) -> list[tuple[str, Any]]:
         ("grpc.max_reconnect_backoff_ms", int(timeouts.reconnect_max_s * 1000)),
         ("grpc.max_receive_message_length", sizes.max_message_bytes),
         ("grpc.max_send_message_length", sizes.max_message_bytes),
-        ("grpc.keepalive_time_ms", heartbeat_ms),
-        ("grpc.keepalive_timeout_ms", heartbeat_ms),
-        ("grpc.http2.ping_timeout_ms", heartbeat_ms),
-        ("grpc.keepalive_permit_without_calls", 1),
-        ("grpc.http2.max_pings_without_data", 0),
+        *_keepalive(timeouts),
         ("grpc.use_local_subchannel_pool", 1),
     ]
 
 
 def server_options(config: ServerConfig) -> list[tuple[str, Any]]:
-    """Options of every server: a port in use is an error, keepalive pings of our channels pass."""
+    """Options of every server: a port in use is an error, keepalive pings of our channels pass, and
+    a caller that has frozen or been cut off is found as a frozen server is, with its calls."""
     return [
         ("grpc.so_reuseport", 0),
         ("grpc.max_receive_message_length", config.max_message_bytes),
         ("grpc.max_send_message_length", config.max_message_bytes),
         ("grpc.http2.min_ping_interval_without_data_ms", 100),
         ("grpc.http2.min_recv_ping_interval_without_data_ms", 100),
-        ("grpc.keepalive_permit_without_calls", 1),
         ("grpc.http2.max_ping_strikes", 0),
+        *_keepalive(config),
+    ]
+
+
+def _keepalive(timeouts: Timeouts) -> list[tuple[str, Any]]:
+    """Find a silent peer within two heartbeats, from either end of a connection.
+
+    grpc looks each keepalive_time whether anything has come since it looked last, and pings if not:
+    up to twice that time passes before the ping, and the patience after it. A client pings no more
+    often than once a second, so that a heartbeat below 0.8 s is not kept to.
+    """
+    ping_ms = max(_LEAST_PING_MS, int(timeouts.heartbeat_s * 1000 / 2))
+    patience_ms = max(_LEAST_PATIENCE_MS, int(timeouts.heartbeat_s * 1000 * 3 / 4))
+    return [
+        ("grpc.keepalive_time_ms", ping_ms),
+        ("grpc.keepalive_timeout_ms", patience_ms),
+        # keepalive_timeout_ms alone finds a frozen peer only after a minute.
+        ("grpc.http2.ping_timeout_ms", patience_ms),
+        ("grpc.keepalive_permit_without_calls", 1),
+        ("grpc.http2.max_pings_without_data", 0),
     ]
 
 

@@ -133,11 +133,21 @@ async def test_a_busy_peer_that_takes_a_connection_late_is_not_lost(
     assert deadlines.left is not None
 
 
-def test_a_frozen_peer_is_found_within_two_heartbeats() -> None:
-    options = dict(rpc.channel_options(Timeouts(heartbeat_s=2.5), Sizes()))
-    # keepalive_timeout_ms alone finds it only after a minute.
-    assert options["grpc.keepalive_time_ms"] == 2500
-    assert options["grpc.keepalive_timeout_ms"] == options["grpc.http2.ping_timeout_ms"] == 2500
+@pytest.mark.parametrize("heartbeat_s", [0.8, 2.5, 5.0])
+def test_a_frozen_peer_is_found_within_two_heartbeats_by_either_end(heartbeat_s: float) -> None:
+    channel = dict(rpc.channel_options(Timeouts(heartbeat_s=heartbeat_s), Sizes()))
+    server = dict(rpc.server_options(ServerConfig(heartbeat_s=heartbeat_s)))
+    for options in (channel, server):
+        patience_ms = options["grpc.http2.ping_timeout_ms"]
+        assert patience_ms == options["grpc.keepalive_timeout_ms"]
+        # A ping that has just been answered, the look that finds that, and the next one.
+        assert 2 * options["grpc.keepalive_time_ms"] + patience_ms < 2000 * heartbeat_s
+        assert options["grpc.http2.max_pings_without_data"] == 0
+
+
+def test_a_short_heartbeat_does_not_make_a_busy_peer_a_lost_one() -> None:
+    options = dict(rpc.channel_options(Timeouts(heartbeat_s=0.1), Sizes()))
+    assert options["grpc.http2.ping_timeout_ms"] >= 300
 
 
 def test_a_server_tolerates_the_pings_of_our_channels() -> None:
