@@ -22,9 +22,6 @@ from pd_grpc.v1 import admin_pb2, prefill_pb2, types_pb2
 
 _DRAIN = Timer("drain")
 
-RETRY_AFTER_S = 0.25
-"""When to try again at the earliest, as a request is told that finds the queue full."""
-
 
 class PrefillMachine:
     """All of P's requests, from the call to the hand-off.
@@ -212,9 +209,14 @@ class PrefillMachine:
             return
         record = _record(event, tokens, sampling, now)
         self.requests.add(record, now)
-        ahead = self.placement.place(record, now)
-        queued = prefill_pb2.Queued(ahead=ahead)
+        endpoint = record.target.endpoint
+        queued = prefill_pb2.Queued(ahead=self.placement.pool.waiting_for(endpoint))
         self.requests.emit(record, prefill_pb2.PrefillResponse(queued=queued))
+        full = self.placement.full(endpoint)
+        if full is None:
+            self.placement.place(record, now)
+        else:
+            self.placement.turn_away(record, full, now)
 
     def _admit(self, request: prefill_pb2.PrefillRequest, now: float) -> None:
         """Fault when a well-formed request cannot be taken now. A newer attempt ends an older."""
@@ -237,10 +239,9 @@ class PrefillMachine:
         older = self.requests.in_flight.get(TransferKey(key.transfer_id, newest))
         if older is not None:
             self._supersede(older, key, now)
-        waiting = self.placement.pool.waiting_for(request.decodes[0].endpoint)
-        if waiting >= self._config.prefill_queue:
-            text = f"{waiting} requests wait for {request.decodes[0].endpoint} here"
-            raise Fault(Reason.QUEUE_FULL, text, retry_after_s=RETRY_AFTER_S)
+        full = [self.placement.full(decode.endpoint) for decode in request.decodes]
+        if full[0] is not None and None not in full:
+            raise full[0]
 
     def _supersede(self, older: PrefillRecord, newer: TransferKey, now: float) -> None:
         fault = Fault(

@@ -31,6 +31,9 @@ from pd_grpc.protocol.messages import duration
 from pd_grpc.protocol.refs import TransferKey
 from pd_grpc.v1 import decode_pb2, prefill_pb2, types_pb2
 
+RETRY_AFTER_S = 0.25
+"""When to try again at the earliest, as a request is told that finds the queue full."""
+
 
 class Placement:
     """Finds a D for each request, and takes leave of it at the end."""
@@ -57,26 +60,45 @@ class Placement:
         self._fail = fail
         self._granted = granted
         self._session_up = session_up
+        self._outlasting: dict[str, float] = {}
+        """Ds with an Allocate that is left to its own deadline, and when that is over."""
 
     # --- a request comes, and goes -------------------------------------------------------------
 
-    def place(self, record: PrefillRecord, now: float) -> int:
-        """Let a request wait for the D it turns to; returns how many wait for that D already."""
+    def full(self, endpoint: str) -> Fault | None:
+        """Why nobody else may wait for a D: as many do here as may."""
+        waiting = self.pool.waiting_for(endpoint)
+        if waiting < self._config.prefill_queue:
+            return None
+        text = f"{waiting} requests wait for {endpoint} here"
+        return Fault(Reason.QUEUE_FULL, text, retry_after_s=RETRY_AFTER_S)
+
+    def place(self, record: PrefillRecord, now: float) -> None:
+        """Let a request wait for the D it turns to."""
         endpoint = record.target.endpoint
-        ahead = self.pool.enqueue(endpoint, record.key, now)
+        self.pool.enqueue(endpoint, record.key, now)
         if self.pool.admits(endpoint, now):
             self.conversations.bind(record, now)
-        return ahead
 
     def forget(self, record: PrefillRecord, cause: Fault | None, now: float) -> None:
         """A request has ended; D is told unless `cause` is None."""
         if cause is not None and (record.asking or record.grant is not None):
             self._release(record, cause, now)
-        if record.asking and cause is not None and cause.reason is Reason.STAGE_DEADLINE:
+        over = cause is not None and cause.reason is Reason.STAGE_DEADLINE
+        if record.asking and over and self._may_outlast(record.target.endpoint, now):
             # The release ends the wait on a D that lives. Of one that does not, the call's own
             # deadline tells, if it is not cancelled.
             record.asking = False
         self._withdraw(record, now)
+
+    def _may_outlast(self, endpoint: str, now: float) -> bool:
+        """Whether an Allocate may outlast its request. One at a time tells enough of its D, and no
+        window counts it."""
+        self._outlasting = {d: until for d, until in self._outlasting.items() if now < until}
+        if endpoint in self._outlasting:
+            return False
+        self._outlasting[endpoint] = now + self._config.allocate_margin_s
+        return True
 
     def tick(self, now: float) -> None:
         """Do what is due."""
@@ -229,7 +251,7 @@ class Placement:
 
     def _hold_back(self, key: TransferKey, fault: Fault, now: float) -> bool:
         """The D of a request that waits may not be asked. With the breaker open it turns away at
-        once; during a back-off only to a D that may be asked. Whether it did."""
+        once; during a back-off only to a D that may be asked now. Whether it did."""
         record = self._requests.in_flight.get(key)
         if record is None or record.state is not PrefillState.QUEUED:
             return False  # It went with one before it.
@@ -239,30 +261,41 @@ class Placement:
             text = f"{fault.message}; not asked again for {left_s:.2f} s"
             self.turn_away(record, replace(fault, message=text, retry_after_s=left_s), now)
             return True
-        following = record.request.decodes[record.choice + 1 : record.choice + 2]
-        if any(self.pool.takes(other.endpoint, now) for other in following):
-            self.turn_away(record, fault, now)
-            return True
-        return False
+        other = self._alternate(record, now)
+        if other is None or not self.pool.takes(record.request.decodes[other].endpoint, now):
+            return False
+        self.turn_away(record, fault, now)
+        return True
 
     # --- another D, or none --------------------------------------------------------------------
 
+    def _alternate(self, record: PrefillRecord, now: float) -> int | None:
+        """The D to turn to after the present one, by its place in `decodes`: the first of those
+        that follow that may be asked now, or else the first; a D whose queue here is full is none.
+        """
+        decodes = record.request.decodes
+        places = range(record.choice + 1, len(decodes))
+        roomy = [place for place in places if self.full(decodes[place].endpoint) is None]
+        now_ones = (place for place in roomy if self.pool.takes(decodes[place].endpoint, now))
+        return next(now_ones, roomy[0] if roomy else None)
+
     def turn_away(self, record: PrefillRecord, fault: AnyFault, now: float) -> None:
-        """The D it turned to will not have the request: turn to the next one, or fail."""
+        """The D it turned to will not have the request: turn to another, or fail."""
         own = as_fault(fault, record.target.endpoint, "allocate")
         unanswered = record.asking and not isinstance(fault, Fault)
         record.asking = False
-        more = record.choice + 1 < len(record.request.decodes) and record.left(now) > 0
+        goes_on = another_may_do(fault) and record.left(now) > 0
+        other = self._alternate(record, now) if goes_on else None
         if unanswered:
             moved = Fault(Reason.RELEASED, f"prefill went on without the answer: {own.message}")
-            self._release(record, moved if more and another_may_do(fault) else own, now)
-        if not (more and another_may_do(fault)):
+            self._release(record, own if other is None else moved, now)
+        if other is None:
             if not unanswered and is_ours_to_end(own):
                 self._release(record, own, now)
             self._fail(record, own, now, False)
             return
         self._withdraw(record, now)
-        record.choice += 1
+        record.choice = other
         record.asked_epoch = 0
         placing = prefill_pb2.Placing(decode=record.target)
         self._requests.emit(record, prefill_pb2.PrefillResponse(placing=placing))

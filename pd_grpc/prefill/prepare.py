@@ -2,9 +2,11 @@
 
 Each D has a window of its own inside a total, so that a D that is slow, full or silent holds its
 own window only. None has more in flight than the total has left, so that many such Ds do not use it
-up for the others. Grants not yet computed are bounded too, so that D's blocks are not held idle: the
-Ds that have granted some share `ahead` between them, and one whose grants pile up holds back nobody
-else. Allocates that still wait do not count against that.
+up for the others.
+
+Grants not yet computed are bounded too, so that D's blocks are not held idle: the Ds that have
+granted some share `ahead` between them, and one whose grants pile up holds back nobody else.
+Allocates that still wait do not count against that.
 
 A D that has refused for want of room is not asked before its back-off is over; the requests for it
 wait meanwhile. A D that is lost or silent is behind its breaker; nobody waits for it.
@@ -108,9 +110,10 @@ class _Lane:
 
 
 class PreparePool:
-    """`window` Allocates per D and `total` in all may be in flight, for each D no more than are left
-    of the total; none starts for a D whose share of `ahead` is used up by grants not yet computed.
-    `jitter` gives a number from 0 to 1 for each back-off. Times are seconds of one clock."""
+    """`window` Allocates per D and `total` in all may be in flight, for each D no more than the
+    total has left; none starts for a D whose share of `ahead` is used up by grants not yet
+    computed. `jitter` gives a number from 0 to 1 for each back-off. Times are seconds of one
+    clock."""
 
     def __init__(self, limits: PrepareLimits, jitter: Callable[[], float] = lambda: 0.0) -> None:
         self.paused = False
@@ -253,6 +256,7 @@ class PreparePool:
         """There is a session with D again."""
         if endpoint in self._lanes:
             self._lanes[endpoint].breaker.reached(now)
+            self._look_elsewhere(now)
 
     def admits(self, endpoint: str, now: float) -> bool:
         """Whether a request may wait for D: not while its breaker is open."""
@@ -270,7 +274,7 @@ class PreparePool:
 
     def held_back(self, now: float) -> list[tuple[TransferKey, Fault]]:
         """Requests that wait for a D which may not be asked, and why. Each is told of when it comes
-        (back) and when its D may no longer be asked."""
+        (back), when its D may no longer be asked, and when another D may be asked again."""
         found: list[tuple[TransferKey, Fault]] = []
         for endpoint in sorted(self._held):
             lane = self._lanes.get(endpoint)
@@ -286,11 +290,14 @@ class PreparePool:
 
     def tick(self, now: float) -> None:
         """Let time pass: whoever waited for the end of a back-off may ask."""
-        for endpoint in self._ends.pop_due(now):
+        over = self._ends.pop_due(now)
+        for endpoint in over:
             lane = self._lanes.get(endpoint)
             if lane is not None:
                 lane.refusal = None
                 self._tidy(endpoint, lane)
+        if over:
+            self._look_elsewhere(now)
 
     def next_wake(self) -> float | None:
         """When `tick` must be called."""
@@ -309,6 +316,14 @@ class PreparePool:
             breaker = Breaker(self._limits.breaker_open_s, self._limits.breaker_max_s)
             lane = self._lanes[endpoint] = _Lane(breaker)
         return lane
+
+    def _look_elsewhere(self, now: float) -> None:
+        """A D may be asked again: whoever waits out the back-off of another may do better there."""
+        self._held.update(
+            endpoint
+            for endpoint, lane in self._lanes.items()
+            if lane.waiting and lane.backs_off(now)
+        )
 
     def _tidy(self, endpoint: str, lane: _Lane) -> None:
         if lane.empty and lane.breaker.fault is None and lane.refusal is None:

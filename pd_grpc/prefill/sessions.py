@@ -360,7 +360,8 @@ class DecodeSession:
             out.append(CloseSession(self.endpoint, self.link, graceful=False))
         grace_s = seconds(self.welcome.grace)
         lost = self._lost(f"decode instance {self._who} did not come back within {grace_s:g} s")
-        return [*out, *self._become_idle(), lost]
+        # And so it is for those that come next, until a probe finds otherwise.
+        return [*out, *self._become_idle(), lost, Unreachable(lost.fault)]
 
     def _lost(self, why: str) -> Lost:
         return Lost(Fault(Reason.DECODE_LOST, why))

@@ -14,7 +14,7 @@ from pd_grpc.prefill.prepare import LaneView
 from pd_grpc.prefill.states import PrefillState
 from pd_grpc.protocol.faults import Code, Fault, Quota, Reason, TransportFault
 from pd_grpc.protocol.messages import seconds
-from tests.prefill.world import D1, D2, GONE, World
+from tests.prefill.world import D1, D2, D3, GONE, World
 
 FULL = Fault(Reason.NO_BLOCKS, "full", retry_after_s=1.0, quota=Quota(3, 1))
 SILENT = TransportFault(Code.DEADLINE_EXCEEDED, "deadline")
@@ -109,6 +109,33 @@ def test_with_no_room_anywhere_a_request_waits_for_its_first_d() -> None:
     assert world.emitted(call) == ["queued"]
     world.advance(1.0)
     assert asked(world)[2:] == [("t-1", D1)]
+
+
+def two_without_room(first_s: float, second_s: float) -> World:
+    """D1 and D2 have no room, for so long."""
+    world = World(**NO_JITTER)
+    for transfer, endpoint, wait_s in (("a", D1, first_s), ("b", D2, second_s)):
+        world.call(transfer, decodes=(endpoint,))
+        world.connect(endpoint)
+        world.refuse(Fault(Reason.NO_BLOCKS, "full", retry_after_s=wait_s), transfer)
+    return world
+
+
+def test_one_that_may_not_be_asked_is_passed_over_for_a_later_one_that_may() -> None:
+    world = two_without_room(4.0, 4.0)
+    call = world.call("t-1", decodes=(D1, D2, D3))
+    assert world.emitted(call) == ["queued", "placing"]
+    world.connect(D3)
+    assert asked(world)[2:] == [("t-1", D3)]
+
+
+def test_who_waits_goes_to_an_alternate_whose_back_off_is_over_first() -> None:
+    world = two_without_room(4.0, 1.0)
+    call = world.call("t-1", decodes=(D1, D2))
+    world.advance(0.99)
+    assert world.emitted(call) == ["queued"]
+    world.advance(0.02)
+    assert (world.emitted(call), asked(world)[2:]) == (["queued", "placing"], [("t-1", D2)])
 
 
 def test_a_request_that_waits_out_a_back_off_ends_with_its_time(world: World) -> None:
@@ -256,6 +283,15 @@ def test_a_new_session_lets_a_probe_go_at_once(world: World) -> None:
     assert lane(world).breaker is BreakerState.HALF_OPEN
 
 
+def test_a_d_that_does_not_come_back_is_not_waited_for_again(world: World) -> None:
+    """It may be frozen: to connect to it would last `connect_s`."""
+    world.bring_to(PrefillState.COMPUTING)
+    world.break_session()
+    world.advance(1.0)
+    assert world.fault(world.call("t-2")).reason is Reason.DECODE_LOST
+    assert lane(world).breaker is BreakerState.OPEN
+
+
 def test_a_failure_of_a_connection_that_was_replaced_says_nothing(world: World) -> None:
     world.bring_to(PrefillState.ALLOCATING)
     world.call("t-2")
@@ -283,6 +319,22 @@ def test_an_allocate_that_outlasts_its_request_is_left_to_its_own_deadline(world
     assert world.machine.placement.pool.in_flight == 0
     world.refuse(SILENT)
     assert world.fault(world.call("t-2")).reason is Reason.DECODE_LOST
+
+
+def test_one_allocate_at_a_time_outlasts_its_request_and_the_others_are_cancelled() -> None:
+    """However short the requests for a silent D are, its window holds."""
+    world = World(prepare_window=4)
+    for n in range(40):
+        for m in range(4):
+            world.call(f"t-{n}-{m}", budget_s=0.1)
+        if not n:
+            world.connect()
+        world.advance(0.1)
+    asks = {(a.key, a.ask) for a in world.taken(act.SendAllocate)}
+    cancelled = {(a.key, a.ask) for a in world.taken(act.CancelAllocate)}
+    assert len(asks) == 160
+    # Over 4 s, each of them left to itself for 2.
+    assert len(asks - cancelled) == 2
 
 
 def test_one_that_d_answers_after_all_opens_nothing(world: World) -> None:

@@ -274,6 +274,29 @@ def test_requests_beyond_the_queue_are_refused_and_only_for_that_d() -> None:
     assert world.emitted(other) == ["queued"]
 
 
+def test_a_request_whose_first_queue_is_full_goes_where_there_is_room() -> None:
+    world = World(prefill_queue=2)
+    for n in range(2):
+        world.call(f"t-{n}")
+    call = world.call("t-3", decodes=(D1, D2))
+    assert world.emitted(call) == ["queued", "placing"]
+    assert world.machine.placement.pool.waiting_for(D2) == 1
+
+
+def test_those_that_turn_elsewhere_keep_to_the_queue_there() -> None:
+    world = World(prefill_queue=2)
+    world.call("t-0")
+    world.break_session(D1)
+    calls = [world.call(f"t-{n}", decodes=(D1, D2)) for n in range(1, 5)]
+    assert world.machine.placement.pool.waiting_for(D2) == 2
+    assert [world.emitted(call)[-1] for call in calls] == ["placing"] * 2 + ["DECODE_LOST"] * 2
+    both = World(prefill_queue=1)
+    for n, endpoint in enumerate((D1, D2)):
+        both.call(f"t-{n}", decodes=(endpoint,))
+    refused = both.call("t-3", decodes=(D1, D2))
+    assert both.emitted(refused) == ["QUEUE_FULL"]
+
+
 @pytest.mark.parametrize(
     ("change", "says"),
     [

@@ -126,6 +126,22 @@ def test_a_decode_that_grants_nothing_takes_no_share_of_what_is_prepared_ahead()
     assert pool.start(lambda _: True, NOW) == []
 
 
+def test_who_waits_out_a_back_off_hears_that_another_d_may_be_asked_again() -> None:
+    pool = PreparePool(PrepareLimits(window=8, total=8, ahead=4, backoff_jitter=0.0))
+    for endpoint, wait_s in (("a", 4.0), ("b", 1.0)):
+        pool.back_off(endpoint, Fault(Reason.NO_BLOCKS, endpoint, retry_after_s=wait_s), NOW)
+    fill(pool, "a", range(1))
+    assert [who for who, _ in pool.held_back(NOW)] == [key(0)]
+    pool.tick(NOW + 0.5)
+    assert pool.held_back(NOW + 0.5) == []
+    pool.tick(NOW + 1)
+    assert [who for who, _ in pool.held_back(NOW + 1)] == [key(0)]
+    pool.failed("c", Fault(Reason.DECODE_LOST, "gone"), NOW + 1)
+    pool.held_back(NOW + 1)
+    pool.reached("c", NOW + 1.1)
+    assert [who for who, _ in pool.held_back(NOW + 1.1)] == [key(0)]
+
+
 def test_who_asks_again_hears_that_its_d_may_not_be_asked_meanwhile() -> None:
     pool = PreparePool(PrepareLimits(window=8, total=8, ahead=4))
     fill(pool, "a", range(2))

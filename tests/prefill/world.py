@@ -41,7 +41,7 @@ LAYOUT = KvLayout(
     ),
 )
 EOS = 2
-D1, D2 = "d1:1", "d2:1"
+D1, D2, D3 = "d1:1", "d2:1", "d3:1"
 GONE = TransportFault(Code.UNAVAILABLE, "connection refused")
 IN_FLIGHT = [state for state in PrefillState if not state.terminal]
 
@@ -106,7 +106,7 @@ class World:
         )
         self.now = 1000.0
         self.actions: list[act.Action] = []
-        self.decodes = {D1: Decode("d1"), D2: Decode("d2")}
+        self.decodes = {D1: Decode("d1"), D2: Decode("d2"), D3: Decode("d3")}
         self.calls = count(1)
         self.occupied: Holding | None = None
 
