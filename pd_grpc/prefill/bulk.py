@@ -8,6 +8,7 @@ control loop as events.
 from __future__ import annotations
 
 import asyncio
+import logging
 import threading
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
@@ -21,6 +22,8 @@ from pd_grpc.protocol.layout import KvLayout
 from pd_grpc.protocol.posting import post
 from pd_grpc.protocol.refs import TransferKey
 from pd_grpc.transport.base import SendStream, SendTransport, Slab
+
+log = logging.getLogger("pd_grpc.prefill")
 
 Report = Callable[[ev.Event], None]
 Metadata = Sequence[tuple[str, str]]
@@ -186,6 +189,7 @@ class _Transfer:
         )
         self._more.clear()
         self._pump = self._loop.create_task(self._send(self._stream))
+        self._pump.add_done_callback(self._pumped)
         self._watch()
 
     def advance(self, group: int, layer: int, tokens: int) -> None:
@@ -274,8 +278,19 @@ class _Transfer:
         if at is None or at > self._clock.now():
             self._watch()
             return
+        self._abandon(stage_deadline("transfer", ": the shard acknowledged nothing"))
+
+    def _pumped(self, pump: asyncio.Task[None]) -> None:
+        """What cannot be read cannot be sent: the shard would wait for it in vain."""
+        error = None if pump.cancelled() else pump.exception()
+        if error is not None:
+            log.error("sending KV failed", exc_info=error)
+            self._abandon(Fault(Reason.ENGINE_ERROR, f"KV could not be sent: {error}"))
+
+    def _abandon(self, fault: Fault) -> None:
+        """End the stream from here."""
         if self._stream is not None:
             closing = self._loop.create_task(self._stream.close())
             self._leftovers.add(closing)
             closing.add_done_callback(self._leftovers.discard)
-        self.broken(stage_deadline("transfer", ": the shard acknowledged nothing"))
+        self.broken(fault)
