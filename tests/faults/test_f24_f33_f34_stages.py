@@ -1,8 +1,8 @@
-"""Whatever ends a request, at whatever stage: its client hears why, and every block comes back.
+"""F24, F33, F34: whatever ends a request, at whatever stage, its client hears why, P stops by the
+next chunk, and every block comes back.
 
-F18, F24, F33, F34, S10: cancel, disconnect and deadline, each met at every stage. A stage is held
-open by what it waits for: a D whose pool is taken, a P that computes slowly, a D that decodes
-slowly.
+Cancel, disconnect and deadline, each met at every stage. A stage is held open by what it waits for:
+a D whose pool is taken, a P that computes slowly, a D that decodes slowly.
 `cluster` checks at its end that every block is free and no transfer is left anywhere.
 """
 
