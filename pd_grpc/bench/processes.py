@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import sys
@@ -45,9 +46,24 @@ class WorkerProcess:
         )
         return cls(role, process)
 
-    async def start(self, **spec: Any) -> None:
+    async def start(self, within_s: float = ANSWER_S, **spec: Any) -> None:
         """Tell it how to be, and wait until it is ready. WorkerLost."""
-        self.about = await self._ask(spec, ANSWER_S)
+        self.about = await self._ask(spec, within_s)
+
+    @property
+    def pid(self) -> int:
+        """Its process id."""
+        return self._process.pid
+
+    def signal(self, signum: int) -> None:
+        """Send it a signal; nothing happens when it has ended."""
+        if self._process.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                self._process.send_signal(signum)
+
+    async def ended(self) -> None:
+        """Wait until it has ended by itself, or by a signal."""
+        await self._process.wait()
 
     @property
     def endpoint(self) -> str:

@@ -42,6 +42,9 @@ WORKERS = {
     "decode": ("pd_grpc.bench.decode_worker", "DecodeWorker"),
     "router": ("pd_grpc.bench.router_worker", "RouterWorker"),
     "driver": ("pd_grpc.bench.driver", "Driver"),
+    "plain-prefill": ("pd_grpc.bench.endurance.workers", "PlainPrefill"),
+    "plain-decode": ("pd_grpc.bench.endurance.workers", "PlainDecode"),
+    "plain-router": ("pd_grpc.bench.endurance.workers", "PlainRouter"),
 }
 """Imported only where they are needed: dozens of processes are started."""
 

@@ -12,6 +12,7 @@ from pd_grpc.cli.bench import bench
 from pd_grpc.cli.conformance import conformance
 from pd_grpc.cli.generate import generate
 from pd_grpc.cli.serve import serve
+from pd_grpc.cli.soak import soak
 from pd_grpc.cli.status import status
 from pd_grpc.cli.up import up
 from pd_grpc.protocol.version import VERSION
@@ -28,6 +29,7 @@ app.add_typer(serve, name="serve")
 app.command()(generate)
 app.command()(status)
 app.command()(conformance)
+app.command()(soak)
 app.add_typer(bench, name="bench")
 
 
@@ -45,7 +47,7 @@ def options(
     ),
 ) -> None:
     """Disaggregated prefill and decode over gRPC."""
-    if context.invoked_subcommand in ("generate", "status", "conformance", "bench"):
+    if context.invoked_subcommand in ("generate", "status", "conformance", "soak", "bench"):
         # They are interrupted as any program is; up and serve have handlers of their own.
         for signum, handler in (context.obj or {}).items():
             signal.signal(signum, signal.SIG_DFL if handler is None else handler)
