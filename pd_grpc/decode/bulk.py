@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from itertools import count
 from typing import Any
@@ -25,6 +25,7 @@ from pd_grpc.protocol import rpc
 from pd_grpc.protocol.clock import Clock
 from pd_grpc.protocol.config import DecodeConfig
 from pd_grpc.protocol.faults import Fault, Reason, bad_request
+from pd_grpc.protocol.interception import ServerInterceptor
 from pd_grpc.protocol.posting import post
 from pd_grpc.protocol.sampling import FieldError
 from pd_grpc.protocol.serving import HandlerRegistry
@@ -39,7 +40,13 @@ Context = grpc.aio.ServicerContext[Any, Any]
 class BulkServer:
     """The shard of a D. `listeners` are called on the bulk thread with events for D's machine."""
 
-    def __init__(self, config: DecodeConfig, receiver: Receiver, clock: Clock) -> None:
+    def __init__(
+        self,
+        config: DecodeConfig,
+        receiver: Receiver,
+        clock: Clock,
+        interceptors: Sequence[ServerInterceptor] = (),
+    ) -> None:
         self.listeners: list[Callable[[ev.Event], None]] = []
         self._config = config
         self._receiver = receiver
@@ -51,6 +58,7 @@ class BulkServer:
         self._wake: asyncio.TimerHandle | None = None
         self._server: grpc.aio.Server | None = None
         self._handlers = HandlerRegistry()
+        self._interceptors = [self._handlers, *interceptors]
         self.port = 0
 
     @property
@@ -164,7 +172,7 @@ class BulkServer:
 
     async def _serve(self) -> None:
         self._server = grpc.aio.server(
-            interceptors=[self._handlers], options=rpc.server_options(self._config)
+            interceptors=self._interceptors, options=rpc.server_options(self._config)
         )
         # As the generated code does it, but for what reads a request.
         transfer = grpc.stream_stream_rpc_method_handler(

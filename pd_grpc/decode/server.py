@@ -20,9 +20,11 @@ from pd_grpc.decode.spans import DecodeSpans
 from pd_grpc.decode.view import DecodeView
 from pd_grpc.engine.base import Engine
 from pd_grpc.engine.model_info import model_info
+from pd_grpc.protocol import interception
 from pd_grpc.protocol.admin import AdminService, ChangeFeed
 from pd_grpc.protocol.clock import Clock, SystemClock
 from pd_grpc.protocol.config import DecodeConfig
+from pd_grpc.protocol.interception import Interceptors
 from pd_grpc.protocol.refs import mint_epoch, mint_id
 from pd_grpc.protocol.rpc import PortInUse
 from pd_grpc.protocol.serving import ControlServer
@@ -109,15 +111,17 @@ async def start_decode(
     tracer_provider: TracerProvider | None = None,
     decode_service: Callable[[DecodeRuntime, DecodeConfig], DecodeService] = DecodeService,
     inference: type[DecodeInference] = DecodeInference,
+    interceptors: Interceptors = interception.NONE,
 ) -> DecodeServer:
     """Start a D over an engine on the running loop; `decode_service` and `inference` are what P
-    and clients call. PortInUse when a port is taken."""
+    and clients call, through `interceptors`. PortInUse when a port is taken."""
     clock = clock or SystemClock()
     epoch = mint_epoch(clock)
-    bulk = BulkServer(config, Receiver(config, engine.layout, engine.memory, epoch), clock)
+    receiver = Receiver(config, engine.layout, engine.memory, epoch)
+    bulk = BulkServer(config, receiver, clock, interceptors.server)
     await asyncio.to_thread(bulk.start)
     # The control port last: grpc does not let go of one before its server has been started.
-    control = ControlServer(config, "decode", SERVICES)
+    control = ControlServer(config, "decode", SERVICES, interceptors.server)
     try:
         control.bind()
     except PortInUse:

@@ -14,8 +14,9 @@ import grpc.aio
 
 from pd_grpc.prefill import actions as act
 from pd_grpc.prefill import events as ev
-from pd_grpc.protocol import rpc
+from pd_grpc.protocol import interception, rpc
 from pd_grpc.protocol.config import PrefillConfig
+from pd_grpc.protocol.interception import Interceptors
 from pd_grpc.protocol.posting import post
 from pd_grpc.protocol.refs import TransferKey
 from pd_grpc.v1 import decode_pb2, decode_pb2_grpc
@@ -99,12 +100,19 @@ class _Connection:
 class DecodePeer:
     """Everything that reaches one D. To be used on the control loop; events are fed there."""
 
-    def __init__(self, endpoint: str, config: PrefillConfig, feed: Feed) -> None:
+    def __init__(
+        self,
+        endpoint: str,
+        config: PrefillConfig,
+        feed: Feed,
+        interceptors: Interceptors = interception.NONE,
+    ) -> None:
         self._endpoint = endpoint
         self._config = config
         self._feed = feed
+        self._interceptors = interceptors
         self._loop = asyncio.get_running_loop()
-        self._channel = rpc.aio_channel(endpoint, config, config)
+        self._channel = rpc.aio_channel(endpoint, config, config, interceptors=interceptors.client)
         self._stub = decode_pb2_grpc.DecodeServiceStub(self._channel)
         self._sessions: dict[int, SessionStream] = {}
         self._connection: _Connection | None = None
@@ -179,7 +187,10 @@ class DecodePeer:
     def _connect(self, link: int) -> _Connection:
         if self._connection is None or self._connection.link != link:
             old = self._connection
-            channel = rpc.sync_channel(self._endpoint, self._config, self._config)
+            channel = grpc.intercept_channel(
+                rpc.sync_channel(self._endpoint, self._config, self._config),
+                *self._interceptors.futures,
+            )
             self._connection = _Connection(link, channel)
             if old is not None and not old.in_flight:
                 old.channel.close()

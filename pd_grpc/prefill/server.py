@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import dataclass
+from functools import partial
 
 import grpc.aio
 from opentelemetry.metrics import MeterProvider
@@ -21,10 +22,11 @@ from pd_grpc.prefill.runtime import PrefillRuntime
 from pd_grpc.prefill.service import PrefillInference, PrefillService
 from pd_grpc.prefill.spans import PrefillSpans
 from pd_grpc.prefill.validation import ModelLimits
-from pd_grpc.protocol import rpc
+from pd_grpc.protocol import interception, rpc
 from pd_grpc.protocol.admin import AdminService, ChangeFeed
 from pd_grpc.protocol.clock import Clock, SystemClock
 from pd_grpc.protocol.config import PrefillConfig
+from pd_grpc.protocol.interception import Interceptors
 from pd_grpc.protocol.refs import mint_epoch
 from pd_grpc.protocol.serving import ControlServer
 from pd_grpc.telemetry.metrics import meter
@@ -120,12 +122,15 @@ async def start_prefill(
     clock: Clock | None = None,
     tracer_provider: TracerProvider | None = None,
     meter_provider: MeterProvider | None = None,
-    peers: PeerFactory = DecodePeer,
+    peers: PeerFactory | None = None,
+    interceptors: Interceptors = interception.NONE,
 ) -> PrefillServer:
-    """Start a P over an engine on the running loop; `peers` makes what reaches each D. Metrics go
-    to the process's own provider unless there is another. PortInUse when its port is taken."""
+    """Start a P over an engine on the running loop; `peers` makes what reaches each D, None what
+    does so by gRPC with `interceptors`. Metrics go to the process's own provider unless there is
+    another. PortInUse when its port is taken."""
     clock = clock or SystemClock()
-    control = ControlServer(config, "prefill", SERVICES)
+    peers = peers or partial(DecodePeer, interceptors=interceptors)
+    control = ControlServer(config, "prefill", SERVICES, interceptors.server)
     control.bind()
     instance = types_pb2.Instance(
         name=control.name, epoch=mint_epoch(clock), role=types_pb2.ROLE_PREFILL
@@ -136,7 +141,9 @@ async def start_prefill(
     runtime = PrefillRuntime(
         machine, engine, config, clock, PrefillSpans(tracing), control.set_ready, peers
     )
-    transport = InlineTransport(engine.memory, lambda endpoint: _bulk_channel(endpoint, config))
+    transport = InlineTransport(
+        engine.memory, lambda endpoint: _bulk_channel(endpoint, config, interceptors)
+    )
     bulk = BulkSender(engine.layout, transport, config.chunk_bytes, clock, runtime.feed_from_thread)
     bulk.start()
     runtime.connect(bulk)
@@ -172,5 +179,13 @@ def model_limits(engine: Engine) -> ModelLimits:
     )
 
 
-def _bulk_channel(endpoint: str, config: PrefillConfig) -> grpc.aio.Channel:
-    return rpc.aio_channel(endpoint, config, config, compression=grpc.Compression.NoCompression)
+def _bulk_channel(
+    endpoint: str, config: PrefillConfig, interceptors: Interceptors
+) -> grpc.aio.Channel:
+    return rpc.aio_channel(
+        endpoint,
+        config,
+        config,
+        compression=grpc.Compression.NoCompression,
+        interceptors=interceptors.client,
+    )

@@ -17,9 +17,10 @@ import grpc
 import grpc.aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from pd_grpc.protocol import rpc
+from pd_grpc.protocol import interception, rpc
 from pd_grpc.protocol.config import RouterConfig
 from pd_grpc.protocol.faults import Reason
+from pd_grpc.protocol.interception import Interceptors
 from pd_grpc.router.intake import Limits
 from pd_grpc.router.policies import Target, no_instance
 from pd_grpc.v1 import (
@@ -85,9 +86,15 @@ class _NotUsable(Exception):
 class Discovery:
     """Watches every configured instance. `on_change` hears of each change of readiness."""
 
-    def __init__(self, config: RouterConfig, on_change: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        config: RouterConfig,
+        on_change: Callable[[], None],
+        interceptors: Interceptors = interception.NONE,
+    ) -> None:
         self._config = config
         self._on_change = on_change
+        self._interceptors = interceptors.client
         self._changed = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
         self._instances = [
@@ -180,7 +187,10 @@ class Discovery:
         return () if self._config.aggregated else self._config.prefill
 
     def _view(self, endpoint: str, role: types_pb2.Role) -> InstanceView:
-        return InstanceView(endpoint, role, rpc.aio_channel(endpoint, self._config, self._config))
+        channel = rpc.aio_channel(
+            endpoint, self._config, self._config, interceptors=self._interceptors
+        )
+        return InstanceView(endpoint, role, channel)
 
     async def _keep_watching(self, view: InstanceView) -> None:
         """Watch for ever; after a break wait for the connection instead of trying in a loop."""

@@ -9,11 +9,12 @@ from opentelemetry.metrics import MeterProvider
 from opentelemetry.sdk.trace import TracerProvider
 
 from pd_grpc.engine.base import Tokenizer
-from pd_grpc.protocol import rpc
+from pd_grpc.protocol import interception, rpc
 from pd_grpc.protocol.admin import AdminService, ChangeFeed
 from pd_grpc.protocol.clock import Clock, SystemClock
 from pd_grpc.protocol.config import RouterConfig
 from pd_grpc.protocol.faults import Fault, Reason
+from pd_grpc.protocol.interception import Interceptors
 from pd_grpc.protocol.refs import mint_epoch
 from pd_grpc.protocol.serving import ControlServer
 from pd_grpc.router.admin import RouterAdmin
@@ -44,17 +45,18 @@ class RouterServer:
         clock: Clock,
         tracer_provider: TracerProvider | None,
         meter_provider: MeterProvider | None,
+        interceptors: Interceptors = interception.NONE,
     ) -> None:
         self._config = config
         self._clock = clock
-        self._control = ControlServer(config, "router", SERVICES)
+        self._control = ControlServer(config, "router", SERVICES, interceptors.server)
         self._control.bind()
         self.instance = types_pb2.Instance(
             name=self._control.name, epoch=mint_epoch(clock), role=types_pb2.ROLE_ROUTER
         )
         self._changes = ChangeFeed()
         self.in_flight = InFlight(config, clock, self._changes)
-        self.discovery = Discovery(config, self._update_readiness)
+        self.discovery = Discovery(config, self._update_readiness, interceptors)
         self._tracing = Tracing(clock, self.instance.name, "router", tracer_provider)
         self.routing = Routing(
             config,
@@ -168,10 +170,11 @@ async def start_router(
     clock: Clock | None = None,
     tracer_provider: TracerProvider | None = None,
     meter_provider: MeterProvider | None = None,
+    interceptors: Interceptors = interception.NONE,
 ) -> RouterServer:
     """A serving router. It turns ready when an instance of each needed role is. Metrics go to the
     process's own provider unless there is another. PortInUse."""
     clock = clock or SystemClock()
-    router = RouterServer(config, tokenizer, clock, tracer_provider, meter_provider)
+    router = RouterServer(config, tokenizer, clock, tracer_provider, meter_provider, interceptors)
     await router.start()
     return router

@@ -19,6 +19,7 @@ PACKAGE = "pd_grpc"
 # benchmarks, and those run servers.
 LAYERS = (
     ("servers", "cli", "bench"),
+    ("testing",),
     ("client", "conformance", "prefill", "decode", "router"),
     ("engine", "transport", "blocks"),
     ("protocol",),

@@ -16,11 +16,13 @@ from pd_grpc.decode.server import DecodeServer, start_decode
 from pd_grpc.engine.sim import SimEngine
 from pd_grpc.engine.sim_reference import sim_answer
 from pd_grpc.prefill.server import PrefillServer, start_prefill
-from pd_grpc.protocol import rpc
+from pd_grpc.protocol import interception, rpc
 from pd_grpc.protocol.config import DecodeConfig, EngineConfig, PrefillConfig
 from pd_grpc.protocol.faults import Fault, TransportFault
 from pd_grpc.protocol.messages import sampling_from_proto
 from pd_grpc.protocol.refs import mint_id
+from pd_grpc.testing.faults import Injector
+from pd_grpc.testing.faults_wiring import injected
 from pd_grpc.v1 import (
     inference_pb2,
     inference_pb2_grpc,
@@ -97,10 +99,16 @@ class Cluster:
         self,
         provider: TracerProvider | None = None,
         engine: type[SimEngine] = SimEngine,
+        faults: Injector | None = None,
         **settings: object,
     ) -> PrefillServer:
         config = PrefillConfig.model_validate({**SMALL, **settings})
-        server = await start_prefill(config, engine(config), tracer_provider=provider)
+        server = await start_prefill(
+            config,
+            engine(config),
+            tracer_provider=provider,
+            interceptors=interception.NONE if faults is None else injected(faults),
+        )
         self.prefills.append(server)
         self.pools.append(server.pool)
         return server
@@ -109,10 +117,16 @@ class Cluster:
         self,
         provider: TracerProvider | None = None,
         engine: type[SimEngine] = SimEngine,
+        faults: Injector | None = None,
         **settings: object,
     ) -> DecodeServer:
         config = DecodeConfig.model_validate({**SMALL, **settings})
-        server = await start_decode(config, engine(config), tracer_provider=provider)
+        server = await start_decode(
+            config,
+            engine(config),
+            tracer_provider=provider,
+            interceptors=interception.NONE if faults is None else injected(faults),
+        )
         self.decodes.append(server)
         self.pools.append(server.pool)
         return server

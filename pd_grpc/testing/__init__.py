@@ -1,0 +1,1 @@
+"""Tools to try an instance, or what embeds one, under every fault."""
