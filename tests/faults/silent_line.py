@@ -53,6 +53,10 @@ class SilentLine:
         """End every connection."""
         assert self._listener is not None
         self._listener.close()
+        await self.reset()
+
+    async def reset(self) -> None:
+        """End the connections there are; new ones are taken as before."""
         relays = list(self._relays)
         for relay in relays:
             relay.cancel()
