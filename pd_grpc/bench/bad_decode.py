@@ -72,7 +72,16 @@ async def bad_decode_figures(scope: Scope, tell: Tell) -> Mapping[str, Any]:
         for label, row in ROWS.items():
             for name, rate in (await rates_of(row, scope, tell)).items():
                 rates.setdefault(f"{name}_{label}", []).append(rate)
-    figures: dict[str, Any] = {"bad_d_rates_per_s": rates}
+    figures: dict[str, Any] = {
+        "bad_d_rates_per_s": rates,
+        "bad_d_load": {
+            "scale": _SCALE,
+            "good_ds": GOOD,
+            "at_once_for_each_good_d": AT_ONCE,
+            "at_once_for_the_bad_d": BAD_AT_ONCE,
+            "output_tokens": _OUTPUT_TOKENS,
+        },
+    }
     for label in ROWS:
         for name in BAD:
             alone = rates[f"alone_{label}"]

@@ -19,6 +19,15 @@ _STYLES = {
 }
 
 
+def check_plot(path: Path) -> None:
+    """ValueError for a name whose ending is no format of pictures. MissingExtra without
+    matplotlib."""
+    known = load("matplotlib.figure").Figure().canvas.get_supported_filetypes()
+    ending = path.suffix.removeprefix(".").lower()
+    if ending not in known:
+        raise ValueError(f"the name must end with one of {', '.join(sorted(known))}")
+
+
 def plot_rows(runs: Sequence[SeedRun], title: str, path: Path) -> None:
     """Requests done against time, a line per row: of its runs the one nearest to their median.
     MissingExtra without matplotlib."""

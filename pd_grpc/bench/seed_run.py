@@ -10,10 +10,13 @@ from pd_grpc.bench.driver import Ended
 from pd_grpc.bench.model import BOUND, POOL, SERIAL, THREADS5, SeedModel
 from pd_grpc.bench.scope import Scope
 from pd_grpc.bench.seed_model import CHUNK_TOKENS, PREFILL_BATCH, THREADS5_S, seed_steps
-from pd_grpc.bench.setup import Row, Setup, Timing
+from pd_grpc.bench.setup import SETTINGS, Row, Setup, Timing
 from pd_grpc.bench.statistics import estimate
 from pd_grpc.bench.system import Group, System, running_system
 from pd_grpc.bench.workload import spread_lengths
+from pd_grpc.bench.zmq_peers import POLL_S
+from pd_grpc.prefill.prepare import PrepareLimits
+from pd_grpc.protocol.config import PrefillConfig
 
 LIMIT_S = 1200.0
 """Of one run, wall time."""
@@ -26,6 +29,17 @@ PREPARING = {
     Row.BOUND: BOUND,
 }
 """How each row prepares, for the reckoning."""
+
+_BATCH: Mapping[str, Any] = {"prefill_batch": PREFILL_BATCH, "chunk_tokens": CHUNK_TOKENS}
+_TELLING = (
+    "prefill_batch",
+    "chunk_tokens",
+    "prepare_window",
+    "prepare_total",
+    "max_batch",
+    "block_size",
+    "num_blocks",
+)
 
 Tell = Callable[[str], None]
 
@@ -49,8 +63,7 @@ class SeedRun:
 async def run_seed(row: Row, scope: Scope) -> SeedRun:
     """One run, on processes of its own."""
     timing = Timing(scope.seed_scale, floor_ms=scope.floor_ms)
-    batch = {"prefill_batch": PREFILL_BATCH, "chunk_tokens": CHUNK_TOKENS}
-    setup = Setup(row, timing, prefill_settings=batch)
+    setup = Setup(row, timing, prefill_settings=_BATCH)
     async with running_system(setup) as system:
         lengths = spread_lengths(scope.seed_requests, scope.seed_input, scope.seed_output)
         requests = system.requests(lengths)
@@ -72,14 +85,17 @@ async def _cpu(system: System) -> list[float]:
     return [(await worker.do("stats"))["cpu_s"] for worker in workers]
 
 
-async def run_rows(scope: Scope, tell: Tell) -> list[SeedRun]:
-    """Every row in turn, then all again."""
-    runs = []
+async def run_rows(
+    scope: Scope, tell: Tell, keep: Callable[[list[SeedRun]], None]
+) -> list[SeedRun]:
+    """Every row in turn, then all again; `keep` is given what there is after each."""
+    runs: list[SeedRun] = []
     for repeat in range(scope.repeats):
         for row in Row:
             run = await run_seed(row, scope)
             tell(f"seed workload {repeat + 1}/{scope.repeats} {row.value}: {run.seconds:.1f} s")
             runs.append(run)
+            keep(runs)
     return runs
 
 
@@ -111,7 +127,8 @@ def seed_figures(runs: list[SeedRun], scope: Scope) -> Mapping[str, Any]:
         figures[f"pool_over_{other.value}_interval"] = [found.low, found.high]
     figures |= _prediction(figures[f"{Row.ZMQ_THREADS5.value}_s"], scope)
     figures["reckoned_s"] = reckoned(scope)
-    figures["seed_runs_s"] = {row.value: seconds for row, seconds in times.items()}
+    figures["seed_runs_s"] = seed_runs(runs)
+    figures["seed_settings"] = _settings()
     figures["seed_cpu_s"] = {
         row.value: {
             "prefill": [run.prefill_cpu_s for run in runs if run.row is row],
@@ -120,6 +137,20 @@ def seed_figures(runs: list[SeedRun], scope: Scope) -> Mapping[str, Any]:
         for row in Row
     }
     return figures
+
+
+def seed_runs(runs: list[SeedRun]) -> dict[str, list[float]]:
+    """The time of every run, unscaled, by row."""
+    return {row.value: [run.seconds for run in runs if run.row is row] for row in Row}
+
+
+def _settings() -> dict[str, Any]:
+    """What P and D of every row are told and what decides how long it takes, and how often the
+    rows over ZeroMQ look for replies: in time of the wall, which the scale leaves as it is."""
+    config = PrefillConfig.model_validate({**SETTINGS, **_BATCH}).model_dump()
+    told = {name: config[name] for name in _TELLING}
+    ahead = PrepareLimits.of(PrefillConfig.model_validate(_BATCH)).ahead
+    return {**told, "prepare_ahead": ahead, "zmq_poll_s": POLL_S}
 
 
 def _prediction(threads5_s: float, scope: Scope) -> Mapping[str, Any]:

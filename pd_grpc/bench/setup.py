@@ -23,7 +23,8 @@ class Row(str, enum.Enum):
 
 
 DESCRIPTIONS: Mapping[Row, str] = {
-    Row.ZMQ_SERIAL: "DEALER/ROUTER, pickled dicts, reply polled every 1 ms, one after another",
+    Row.ZMQ_SERIAL: "DEALER/ROUTER, pickled dicts, reply polled every 1 ms of wall time, "
+    "one after another",
     Row.ZMQ_THREADS5: "as zmq_serial in five threads",
     Row.ZMQ_ASYNC: "asyncio DEALER, pickled dicts, as many at once as the pool's windows let",
     Row.POOL: "gRPC futures: the prepare pool",

@@ -10,6 +10,8 @@ from dataclasses import asdict, dataclass, field
 from itertools import count
 from typing import Any
 
+import grpc.aio
+
 from pd_grpc.bench.door import Manners
 from pd_grpc.bench.driver import Ended
 from pd_grpc.bench.legs import BenchRequest
@@ -156,10 +158,14 @@ async def _until_ready(router: WorkerProcess) -> None:
 
 async def _held(endpoint: str) -> str:
     """The blocks of an instance that are neither free nor cached, and its transfers, in words;
-    empty when there are none."""
+    empty when there are none. WorkerLost."""
     async with rpc.aio_channel(endpoint, Timeouts(), Sizes()) as channel:
         stub = admin_pb2_grpc.AdminServiceStub(channel)
-        answer = await stub.GetServerInfo(admin_pb2.GetServerInfoRequest(), timeout=ANSWER_S)
+        try:
+            answer = await stub.GetServerInfo(admin_pb2.GetServerInfoRequest(), timeout=ANSWER_S)
+        except grpc.aio.AioRpcError as error:
+            text = f"{endpoint} does not tell of its blocks: {rpc.read_error(error)}"
+            raise WorkerLost(text) from error
     unheld = (admin_pb2.BLOCK_STATE_FREE, admin_pb2.BLOCK_STATE_CACHED)
     held = [
         f"{count.blocks} blocks {admin_pb2.BlockState.Name(count.state)}"

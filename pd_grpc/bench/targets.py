@@ -42,5 +42,9 @@ TARGETS = (
 
 
 def judged(figures: Mapping[str, Any]) -> dict[str, bool]:
-    """Whether each target is met, by the name of its figure."""
-    return {target.figure: target.met(figures[target.figure]) for target in TARGETS}
+    """Whether each target of whose figure there is one is met, by the name of its figure."""
+    return {
+        target.figure: target.met(figures[target.figure])
+        for target in TARGETS
+        if target.figure in figures
+    }

@@ -39,8 +39,13 @@ def read_trace(path: Path | None, minutes: float) -> list[Arrival]:
         )
     except OSError as error:
         raise NoTrace(f"--trace {path}: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise NoTrace(f"--trace {path}: is no text in UTF-8") from error
     arrivals = list(_parse(text.splitlines(), str(path or EXCERPT)))
-    return [arrival for arrival in arrivals if arrival.at_s < minutes * 60]
+    found = [arrival for arrival in arrivals if arrival.at_s < minutes * 60]
+    if not found:
+        raise NoTrace(f"--trace {path}: has no request")
+    return found
 
 
 def _parse(lines: Iterable[str], name: str) -> Iterator[Arrival]:

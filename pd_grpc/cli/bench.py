@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -24,11 +23,19 @@ bench = typer.Typer(no_args_is_help=True, help="Measure over real processes on t
 @bench.command()
 def prepare(
     json_file: Annotated[
-        Path | None, typer.Option("--json", metavar="FILE", help="Write the figures as JSON.")
+        Path | None,
+        typer.Option(
+            "--json",
+            metavar="FILE",
+            help="Write the figures as JSON; until all are there, those so far to FILE.part.",
+        ),
     ] = None,
     plot: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="Draw requests done against time, a line per row."),
+        typer.Option(
+            metavar="FILE",
+            help="Draw requests done against time, a line per row; its ending is the format.",
+        ),
     ] = None,
     quick: Annotated[
         bool, typer.Option("--quick", help="Every figure within two minutes, from far less.")
@@ -40,6 +47,7 @@ def prepare(
         float | None,
         typer.Option(
             min=0.01,
+            max=4.0,
             help="Factor on the step times of the seed workload; the larger, the less a busy "
             "machine disturbs it.",
             show_default="0.5, quick 0.2",
@@ -59,8 +67,8 @@ def prepare(
     Without --quick it takes more than an hour, and wants the machine for itself.
     """
     _check_extra()
-    from pd_grpc.bench.plot import plot_rows
     from pd_grpc.bench.prepare import bench_prepare
+    from pd_grpc.bench.results import NoPlace, Results
     from pd_grpc.bench.scope import Scope
     from pd_grpc.bench.trace import NoTrace, read_trace
 
@@ -71,14 +79,22 @@ def prepare(
         scope = replace(scope, seed_scale=scale)
     try:
         read_trace(trace, scope.trace_minutes)
-    except NoTrace as error:
+        results = Results(json_file, plot, _title(scope))
+    except (NoTrace, NoPlace) as error:
         refuse(str(error))
-    figures, runs = _run("bench", lambda tell: bench_prepare(scope, tell))
-    if json_file is not None:
-        json_file.write_text(json.dumps(figures, indent=1) + "\n")
-    if plot is not None:
-        plot_rows(runs, _title(scope), plot)
-    stdout.print(_table(figures))
+    try:
+        _run("bench", lambda tell: bench_prepare(scope, tell, results.keep))
+    finally:
+        # Of a run that failed or was interrupted too.
+        if results.figures:
+            stdout.print(_table(results.figures))
+            if results.part is not None and not results.figures["complete"]:
+                say_error(f"the run is not complete; what it has found is in {results.part}")
+    try:
+        results.complete()
+    except OSError as error:
+        say_error(f"--json {json_file}: {error.strerror}")
+        raise typer.Exit(EXIT_FAILED) from error
 
 
 @bench.command()
@@ -142,6 +158,8 @@ def _table(figures: dict[str, Any]) -> Table:
     names = [f"{row.value}_s" for row in Row] + ["threads5_prediction_error"]
     targets = {target.figure: target for target in TARGETS}
     for name in [*names, *targets]:
+        if name not in figures:
+            continue
         low, high = figures.get(f"{name}_interval", (None, None))
         interval = "" if low is None else f"{low:.3f} to {high:.3f}"
         target = targets.get(name)

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import json
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -12,7 +15,9 @@ from pd_grpc.bench.bad_decode import rates_of
 from pd_grpc.bench.driver import Ended
 from pd_grpc.bench.plot import plot_rows
 from pd_grpc.bench.prepare import bench_prepare
+from pd_grpc.bench.results import Results
 from pd_grpc.bench.scope import Scope
+from pd_grpc.bench.seed_model import CHUNK_TOKENS, PREFILL_BATCH
 from pd_grpc.bench.seed_run import RequestsFailed, SeedRun, all_finished, run_seed, seed_figures
 from pd_grpc.bench.setup import Row
 from pd_grpc.bench.targets import TARGETS
@@ -96,6 +101,34 @@ def test_a_run_in_which_a_request_failed_is_no_run() -> None:
         all_finished([good], 2)
 
 
+def test_the_figures_say_how_p_computed_and_how_often_replies_were_polled() -> None:
+    figures = seed_figures(runs_of({row: [12.0] for row in Row}), TINY)
+    told = figures["seed_settings"]
+    assert (told["prefill_batch"], told["chunk_tokens"]) == (PREFILL_BATCH, CHUNK_TOKENS)
+    assert (told["prepare_ahead"], told["zmq_poll_s"]) == (2 * PREFILL_BATCH, 0.001)
+
+
+async def test_what_is_measured_before_a_run_is_ended_is_kept(tmp_path: Path) -> None:
+    class Interrupted(RuntimeError):
+        pass
+
+    wanted = tmp_path / "figures.json"
+    wanted.write_text("of an earlier run")
+    results = Results(wanted, None, "a title")
+
+    def keep(figures: Mapping[str, Any], runs: Sequence[SeedRun]) -> None:
+        results.keep(figures, runs)
+        raise Interrupted
+
+    with pytest.raises(Interrupted):
+        await bench_prepare(TINY, quiet, keep)
+    part = json.loads((tmp_path / "figures.json.part").read_text())
+    assert (part["complete"], part["targets_met"]) == (False, {})
+    assert [len(times) for times in part["seed_runs_s"].values()] == [1, 0, 0, 0, 0]
+    assert part["machine"]["memory_bytes"] > 0 and part["settings"]["max_batch"] == 256
+    assert wanted.read_text() == "of an earlier run"
+
+
 def test_the_plot_has_a_line_for_each_row(tmp_path: Path) -> None:
     path = tmp_path / "rows.png"
     plot_rows(runs_of({row: [1.0, 2.0, 3.0] for row in Row}), "a title", path)
@@ -105,9 +138,19 @@ def test_the_plot_has_a_line_for_each_row(tmp_path: Path) -> None:
 @pytest.mark.soak
 @pytest.mark.timeout(240)
 async def test_the_whole_benchmark_gives_every_figure() -> None:
-    figures, runs = await bench_prepare(TINY, quiet)
+    kept: list[Mapping[str, Any]] = []
+    runs: list[SeedRun] = []
+
+    def keep(figures: Mapping[str, Any], of: Sequence[SeedRun]) -> None:
+        kept.append(figures)
+        runs[:] = of
+
+    await bench_prepare(TINY, quiet, keep)
+    figures = kept[-1]
+    assert [each["complete"] for each in kept] == [False] * (len(kept) - 1) + [True]
     wanted = {f"{row.value}_s" for row in Row} | {target.figure for target in TARGETS}
     wanted |= {f"{bad}_ratio_threads5" for bad in ("full_d", "silent_d", "slow_d")}
+    wanted |= {"settings", "seed_settings", "bad_d_load", "scope"}
     wanted |= {"threads5_prediction_error", "real_load_p50_s", "machine", "versions", "compares"}
     assert wanted <= figures.keys()
     assert {run.row for run in runs} == set(Row)

@@ -70,3 +70,15 @@ def test_a_request_that_cannot_be_read_is_named(tmp_path: Path) -> None:
     path.write_text(AZURE + "2023-11-16 18:17:47.0,many,3\n")
     with pytest.raises(NoTrace, match="request 4 cannot be read"):
         read_trace(path, minutes=10)
+
+
+@pytest.mark.parametrize(
+    ("content", "says"), [(AZURE.splitlines()[0].encode(), "no request"), (b"\xff\xfe", "UTF-8")]
+)
+def test_a_file_in_which_there_is_no_request_is_refused(
+    tmp_path: Path, content: bytes, says: str
+) -> None:
+    path = tmp_path / "empty.csv"
+    path.write_bytes(content)
+    with pytest.raises(NoTrace, match=says):
+        read_trace(path, minutes=10)

@@ -24,6 +24,12 @@ def test_a_trace_that_is_not_there_is_refused_before_anything_runs(tmp_path: Pat
     assert "seed workload" not in done.stderr
 
 
+def test_a_file_that_cannot_be_written_is_refused_before_anything_runs() -> None:
+    done = pd_grpc("bench", "prepare", "--quick", "--json", "/absent/figures.json")
+    assert done.returncode == 2
+    assert done.stderr == "--json /absent/figures.json.part: No such file or directory\n"
+
+
 def test_without_its_extra_it_says_how_to_get_it(tmp_path: Path) -> None:
     (tmp_path / "zmq.py").write_text("raise ImportError('not here')")
     done = pd_grpc("bench", "prepare", "--quick", environ={"PYTHONPATH": str(tmp_path)})
