@@ -8,6 +8,7 @@ serves, is asked anew behind each Watch, so that a restarted instance is met und
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -59,8 +60,8 @@ class InstanceView:
     model: inference_pb2.GetModelInfoResponse | None = None
     serving: bool = False
     """What its health Watch said last."""
-    reached: bool = False
-    """Whether its health Watch is open and has said something."""
+    declines: bool = False
+    """Whether it answers and takes no requests; otherwise, if it is not ready, it may be soon."""
 
     def __post_init__(self) -> None:
         self.admin = admin_pb2_grpc.AdminServiceStub(self.channel)
@@ -139,10 +140,28 @@ class Discovery:
         return [view.target for view in self._instances if view.role == role and view.ready]
 
     def others_out_of_reach(self, target: Target) -> bool:
-        """Whether an instance of this one's role, at another address, cannot be reached now."""
+        """Whether an instance of this one's role, at another address, is neither ready nor says
+        that it takes no requests."""
         role = self.at(target.endpoint).role
         others = [v for v in self._instances if v.role == role and v.endpoint != target.endpoint]
-        return any(not view.reached for view in others)
+        return any(not (view.ready or view.declines) for view in others)
+
+    async def found(self, limit_s: float) -> None:
+        """Wait for at most `limit_s` while a role has several instances, none of them is ready, and
+        one of them is out of reach."""
+
+        async def look() -> None:
+            while self._lacks_for_now():
+                await self.changed()
+
+        if self._lacks_for_now():
+            with contextlib.suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(look(), limit_s)
+
+    def _lacks_for_now(self) -> bool:
+        name = self.missing_role()
+        views = [view for view in self._instances if view.role_name == name]
+        return len(views) > 1 and any(not (view.ready or view.declines) for view in views)
 
     def missing_role(self) -> str | None:
         """A role without which nothing can be served and that has no ready instance."""
@@ -218,8 +237,8 @@ class Discovery:
         watch = view.health.Watch(health_pb2.HealthCheckRequest(service=_SERVICES[view.role]))
         try:
             async for response in watch:
-                view.reached = True
                 view.serving = response.status == health_pb2.HealthCheckResponse.SERVING
+                view.declines = not view.serving
                 if view.serving:
                     await self._identify(view)
                     self._set(view, True, "")
@@ -227,7 +246,7 @@ class Discovery:
                     status = health_pb2.HealthCheckResponse.ServingStatus.Name(response.status)
                     self._set(view, False, f"it says {status}")
         finally:
-            view.serving = view.reached = False
+            view.serving = view.declines = False
             watch.cancel()
 
     async def _identify_again(self, view: InstanceView) -> None:

@@ -14,8 +14,11 @@ The rules:
 * Elsewhere means without the instance to blame; see `suspects`. A request fails with what happened
   last where there is nobody else, so one in front of a single P and a single D fails at once: it
   does not wait for that D to come back. Where another instance of the role to blame is out of reach
-  just then, the request waits `wait_s` for one. Whoever is ready first within that time has it, and
-  that may be the instance to blame itself, as another process under the same address.
+  just then, the request waits `wait_s` for one; so does a new request that finds nobody. Whoever is
+  ready first within that time has it, and that may be the instance to blame itself, as another
+  process under the same address. And where the failure is that an instance is not to be had now,
+  with a RetryInfo within that time, everybody may be tried again then: so P tells of a D that it
+  lost and has not yet met again.
 * `attempts` of them may fail in a row without bringing the request on. What does is a second token,
   for the first is P's own; a request that kills whoever decodes it gets no further.
 * The retry budget must have a token.
@@ -30,7 +33,7 @@ import enum
 from collections import Counter
 from dataclasses import dataclass, field
 
-from pd_grpc.protocol.faults import Fault, Reason, stage_deadline
+from pd_grpc.protocol.faults import Code, Fault, Reason, stage_deadline
 from pd_grpc.protocol.timers import Timers
 from pd_grpc.router.machine import Action as AttemptAction
 from pd_grpc.router.machine import Fail, Finish, RoutedRequest, RoutingTimes
@@ -211,11 +214,15 @@ class RecoveringRequest:
 
     def on_nowhere(self, others_out_of_reach: bool, now: float) -> list[Action]:
         """There is nobody else now; whether instances other than the one to blame may come back."""
-        if self._failed is None or self.waiting:
+        fault, wait_s = self._failed, self._recovery.rules.wait_s
+        if fault is None or self.waiting:
             return []
-        if not others_out_of_reach or not self._recovery.rules.wait_s:
-            return self._give_up(self._failed)
-        self.timers.set("wait", now + self._recovery.rules.wait_s)
+        again_s = fault.retry_after_s if fault.code is Code.UNAVAILABLE else None
+        if again_s is not None and again_s < wait_s:
+            self.timers.set("again", now + again_s)
+        elif not others_out_of_reach or not wait_s:
+            return self._give_up(fault)
+        self.timers.set("wait", now + wait_s)
         return []
 
     def on_instances(self) -> list[Action]:
@@ -254,6 +261,11 @@ class RecoveringRequest:
             return self.after(self.request.on_time(now), now)
         if "budget" in due:
             return self._give_up(stage_deadline(self.stage))
+        if "again" in due:
+            self.suspects.clear()
+            if "wait" in due:
+                self.timers.set("wait", now)  # Once the Seek is answered.
+            return [Seek(self._blame)]
         return self._give_up(self._failed) if "wait" in due else []
 
     # --- how it goes on ---------------------------------------------------------------------------
@@ -300,5 +312,5 @@ class RecoveringRequest:
 
     def _stop_seeking(self) -> None:
         self._failed = None
-        for name in ("budget", "wait"):
+        for name in ("budget", "wait", "again"):
             self.timers.cancel(name)

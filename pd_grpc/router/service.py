@@ -141,10 +141,14 @@ class RouterService(inference_pb2_grpc.InferenceServiceServicer):
         """Validate, tokenize and measure. Fault as `intake` says, or STAGE_DEADLINE."""
         routing = self._routing
         kind = check_shape(request)
+
+        def left() -> float:
+            return max(0.0, budget_ends - routing.clock.now())
+
+        await routing.discovery.found(min(left(), routing.config.retry_wait_s))
         limits = routing.discovery.limits()
-        left = max(0.0, budget_ends - routing.clock.now())
         try:
-            token_ids = await asyncio.wait_for(tokenize(request, kind, routing.tokenizer), left)
+            token_ids = await asyncio.wait_for(tokenize(request, kind, routing.tokenizer), left())
         except asyncio.TimeoutError:
             raise stage_deadline("route") from None
         return fit(request, request_id, kind, token_ids, limits, routing.config.default_max_tokens)

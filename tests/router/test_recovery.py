@@ -284,6 +284,35 @@ def test_others_out_of_reach_are_not_waited_for_for_long() -> None:
     assert world.request.ended and world.request.next_timer() is None
 
 
+def test_who_says_when_to_come_again_is_tried_then_where_there_is_nobody_else() -> None:
+    world = World([P1], [D1]).start().streaming()
+    world.decode = [Target(D1.name, D1.endpoint, 8)]
+    world.decode_fails(LOST, 2.0)
+    breaker = Fault(Reason.DECODE_LOST, "not asked again for 0.2 s", retry_after_s=0.2)
+    assert begun(world.done)[0] == 2
+    assert CancelDecode(0) in world.prefill_fails(breaker, 2.1)
+    assert world.request.next_timer() == pytest.approx(2.3)
+    assert begun(world.time(2.31)) == (3, Kind.CONTINUATION, "p1", "d1")
+    assert world.request.next_timer() == BUDGET_ENDS
+
+
+@pytest.mark.parametrize(
+    ("reason", "again_s"), [(Reason.QUEUE_FULL, 0.2), (Reason.DECODE_LOST, WAIT_S)]
+)
+def test_a_lack_of_room_or_a_long_time_is_not_waited_for(reason: Reason, again_s: float) -> None:
+    world = World([P1], [D1]).start()
+    told = Fault(reason, "not now", retry_after_s=again_s)
+    assert failure(world.prefill_fails(told, 1.0)).retry_after_s == again_s
+
+
+def test_a_time_to_come_again_that_is_noticed_too_late_is_the_last_one() -> None:
+    world = World([P1], [D1]).start()
+    world.prefill_fails(Fault(Reason.DECODE_LOST, "not now", retry_after_s=0.2), 1.0)
+    world.decode = []
+    assert world.time(9.0) == []
+    assert failure(world.time(9.0)).reason is Reason.DECODE_LOST
+
+
 def test_a_wait_of_no_time_is_none() -> None:
     rules = RecoveryRules(wait_s=0)
     world = World(decode=[D1], rules=rules, others_out_of_reach=True).start()

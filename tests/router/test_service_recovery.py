@@ -42,6 +42,7 @@ from tests.router.answers import (
 )
 from tests.router.conftest import VOCAB, until_all_ready
 from tests.router.scripted import Script, Scripted, last, never, refusing, tokens
+from tests.waiting import until
 
 STUCK = Fault(Reason.ENGINE_STUCK, "the engine has stopped")
 
@@ -367,3 +368,33 @@ async def test_a_request_that_waits_ends_with_what_happened_when_nobody_comes() 
             await site.answer()
         fault = rpc.read_error(raised.value)
         assert isinstance(fault, Fault) and fault.reason is Reason.ENGINE_STUCK
+
+
+async def test_a_new_request_waits_a_moment_for_a_role_that_is_out_of_reach() -> None:
+    async with pairs(retry_wait_s=5.0, reconnect_max_s=0.1) as site:
+        for instance in (site.d1, site.d2):
+            await instance.stop()
+        for name in ("d1", "d2"):
+            await asyncio.wait_for(until_ready(site.router, name, False), 5)
+        go_on_elsewhere(site, silence)
+        asking = asyncio.create_task(site.answer())
+        await until(lambda: len(site.router.in_flight) == 1)
+        again = Scripted(types_pb2.ROLE_DECODE, "d2", int(site.d2.endpoint.rpartition(":")[2]))
+        again.script = go_on
+        await again.start()
+        try:
+            messages = await asking
+        finally:
+            await again.stop()
+        assert text_of(messages) == "héllo"
+
+
+async def test_a_new_request_does_not_wait_for_those_who_say_that_they_take_none() -> None:
+    async with pairs(retry_wait_s=60.0) as site:
+        for instance in (site.d1, site.d2):
+            instance.control.set_ready(False, "the test wants it so")
+            await asyncio.wait_for(until_ready(site.router, instance.instance.name, False), 5)
+        with pytest.raises(grpc.aio.AioRpcError) as raised:
+            await site.answer()
+        fault = rpc.read_error(raised.value)
+        assert isinstance(fault, Fault) and fault.reason is Reason.NO_INSTANCE
