@@ -34,6 +34,9 @@ from pd_grpc.v1 import decode_pb2, prefill_pb2, types_pb2
 RETRY_AFTER_S = 0.25
 """When to try again at the earliest, as a request is told that finds the queue full."""
 
+_MET_BY_BOTH_LEGS = frozenset({Reason.CLIENT_GONE, Reason.STAGE_DEADLINE, Reason.SUPERSEDED})
+"""Ends of which a D that was asked for nothing needs no word of P's: its own leg meets them."""
+
 
 class Placement:
     """Finds a D for each request, and takes leave of it at the end."""
@@ -82,7 +85,9 @@ class Placement:
 
     def forget(self, record: PrefillRecord, cause: Fault | None, now: float) -> None:
         """A request has ended; D is told unless `cause` is None."""
-        if cause is not None and (record.asking or record.grant is not None):
+        asked = record.asking or record.grant is not None
+        if cause is not None and (asked or cause.reason not in _MET_BY_BOTH_LEGS):
+            # Asked or not, D may have the client's leg, which waits for this transfer.
             self._release(record, cause, now)
         over = cause is not None and cause.reason is Reason.STAGE_DEADLINE
         if record.asking and over and self._may_outlast(record.target.endpoint, now):

@@ -42,6 +42,29 @@ async def test_stopping_fails_what_is_in_flight_and_leaves_no_thread_behind() ->
         await until(lambda: set(threading.enumerate()) <= threads, 10)
 
 
+async def test_stopping_ends_allocates_in_flight_and_d_forgets_them() -> None:
+    async with running() as cluster:
+        d = await cluster.decode()
+        threads = set(threading.enumerate())
+        p = await cluster.prefill(prepare_window=4)
+        taken = d.pool.reserve(d.pool.free, owner="the test")
+        legs = [
+            asyncio.create_task(cluster.run(p, d, request_to(d, random_seed=n))) for n in range(10)
+        ]
+        pool = p.machine.placement.pool
+        await until(lambda: pool.in_flight == 4 and len(d.machine.ledger.reservations) == 4)
+        await asyncio.wait_for(cluster.stop(p), 10)
+        # Those too that P had not asked D for yet: their clients wait there all the same.
+        both = await asyncio.wait_for(asyncio.gather(*legs), 10)
+        for outcome in itertools.chain(*both):
+            assert isinstance(outcome.fault, Fault)
+            assert outcome.fault.reason in (Reason.DRAINING, Reason.PREFILL_LOST)
+        assert (pool.in_flight, len(d.machine.ledger.reservations)) == (0, 0)
+        assert d.view.transfers() == []
+        taken.release()
+        await until(lambda: set(threading.enumerate()) <= threads, 10)
+
+
 async def test_a_pause_stops_what_is_new_and_resume_goes_on() -> None:
     async with running() as cluster:
         p, d = await cluster.prefill(), await cluster.decode()

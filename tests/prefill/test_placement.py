@@ -112,6 +112,22 @@ def test_a_transfer_that_is_anothers_or_over_is_left_alone(world: World, reason:
     assert world.releases() == []
 
 
+def test_a_d_hears_of_an_end_that_its_waiting_client_cannot_know_of() -> None:
+    """P has not asked D for anything yet, and the client's leg may be there all the same."""
+    world = World(prepare_window=1)
+    world.bring_to(PrefillState.ALLOCATING)
+    waits, leaves = world.call("t-2"), world.call("t-3")
+    late = world.call("t-4", budget_s=1.0)
+    world.feed(ev.PrefillCallEnded(leaves))
+    world.advance(1.0)
+    assert world.fault(late).reason is Reason.STAGE_DEADLINE
+    assert world.releases() == [], "client and D see to these themselves"
+    world.feed(ev.DrainRequested(0))
+    assert world.fault(waits).reason is Reason.DRAINING
+    told = {release.key.transfer_id for release in world.taken(act.SendRelease)}
+    assert told == {"t-1", "t-2"}
+
+
 def test_a_d_that_was_never_reached_is_told_nothing(world: World) -> None:
     call = world.call()
     world.break_session()
