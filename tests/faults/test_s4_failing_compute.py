@@ -5,12 +5,17 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 
+from pd_grpc.decode.server import start_decode
+from pd_grpc.decode.service import Context, DecodeService
 from pd_grpc.engine.base import EngineFault, PrefillChunk, Sampled
 from pd_grpc.engine.sim import SimEngine
+from pd_grpc.protocol.config import DecodeConfig
 from pd_grpc.protocol.faults import Fault, Reason
-from tests.prefill.cluster import answer_to, request_to, running
+from pd_grpc.v1 import decode_pb2
+from tests.prefill.cluster import SMALL, answer_to, request_to, running
 
 POISON = 666
+UNLUCKY = 13
 
 
 class Poisoned(SimEngine):
@@ -41,6 +46,37 @@ async def test_an_exception_fails_its_own_request_with_its_cause_and_no_other() 
         await cluster.all_returned()
         again = request_to(d, random_seed=10)
         assert (await cluster.run(p, d, again))[1].tokens == answer_to(again)
+
+
+class Stumbles(DecodeService):
+    """Raises once D has granted blocks for a prompt of one length."""
+
+    async def Allocate(
+        self, request: decode_pb2.AllocateRequest, context: Context
+    ) -> decode_pb2.AllocateResponse:
+        answer = await super().Allocate(request, context)
+        if request.prompt_tokens == UNLUCKY:
+            raise ArithmeticError("the answer cannot be built")
+        return answer
+
+
+async def test_an_exception_under_allocate_fails_its_own_request_and_takes_no_block() -> None:
+    async with running() as cluster:
+        config = DecodeConfig.model_validate(SMALL)
+        d = await start_decode(config, SimEngine(config), decode_service=Stumbles)
+        cluster.decodes.append(d)
+        cluster.pools.append(d.pool)
+        p = await cluster.prefill()
+        good = [request_to(d, tokens=10, random_seed=n) for n in range(6)]
+        bad = request_to(d, tokens=UNLUCKY)
+        outcomes = await asyncio.wait_for(
+            asyncio.gather(*(cluster.run(p, d, r) for r in [*good[:3], bad, *good[3:]])), 10
+        )
+        for outcome in outcomes.pop(3):
+            assert outcome.fault is not None
+        assert [generate.tokens for _, generate in outcomes] == [answer_to(r) for r in good]
+        await cluster.all_returned()
+        assert p.machine.placement.pool.lanes(0.0) == []
 
 
 async def test_one_that_no_d_can_take_fails_while_others_are_prepared() -> None:
