@@ -14,6 +14,7 @@ from pd_grpc.cli.generate import generate
 from pd_grpc.cli.serve import serve
 from pd_grpc.cli.soak import soak
 from pd_grpc.cli.status import status
+from pd_grpc.cli.unplug import unplug
 from pd_grpc.cli.up import up
 from pd_grpc.protocol.version import VERSION
 
@@ -30,6 +31,7 @@ app.command()(generate)
 app.command()(status)
 app.command()(conformance)
 app.command()(soak)
+bench.command()(unplug)
 app.add_typer(bench, name="bench")
 
 

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
-import json
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
-from rich.table import Table
 
-from pd_grpc.cli.console import EXIT_FAILED, EXIT_USAGE, progress, say_error, stdout
+from pd_grpc.cli.console import refuse
 
 _FIGURES = (
     "requests",
@@ -55,27 +52,7 @@ def soak(
     try:
         from pd_grpc.bench.endurance.soak import faults_of
         from pd_grpc.bench.endurance.soak import soak as run
-        from pd_grpc.bench.processes import WorkerLost
+        from pd_grpc.cli.long_run import carry_out
     except ModuleNotFoundError as error:
-        say_error(f"pd-grpc soak: it needs {error.name}: pip install 'pd-grpc[bench]'")
-        raise typer.Exit(EXIT_USAGE) from error
-    try:
-        with progress("soak") as tell:
-            report = asyncio.run(run(requests, seed, tell))
-    except WorkerLost as error:
-        say_error(str(error))
-        raise typer.Exit(EXIT_FAILED) from error
-    if json_file is not None:
-        json_file.write_text(json.dumps(report, indent=1) + "\n")
-    stdout.print(_table(report))
-    if wrong := faults_of(report):
-        say_error("; ".join(wrong))
-        raise typer.Exit(EXIT_FAILED)
-
-
-def _table(report: dict[str, Any]) -> Table:
-    table = Table("figure", "value")
-    for name in _FIGURES:
-        value = report[name]
-        table.add_row(name, f"{value:.3f}" if isinstance(value, float) else str(value))
-    return table
+        refuse(f"pd-grpc soak: it needs {error.name}: pip install 'pd-grpc[bench]'")
+    carry_out("soak", lambda tell: run(requests, seed, tell), json_file, _FIGURES, faults_of)

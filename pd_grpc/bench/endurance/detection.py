@@ -5,28 +5,30 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+LOOKED_FOR_S = 5.0
+"""So long after a harm began may be what comes of it."""
+
 
 @dataclass(frozen=True)
 class Harm:
-    """Something the router ought to notice: of which instance, when it began and when it was put
-    right, in monotonic seconds."""
+    """Something the router ought to notice: of which instance, and when it began, in monotonic
+    seconds."""
 
     instance: str
     began_at: float
-    over_at: float
 
 
 def detection_times(
     harms: Sequence[Harm], changes: Sequence[tuple[float, str, bool]]
 ) -> tuple[list[float], int]:
     """Seconds from the beginning of each harm until the router took the instance for not ready, and
-    how many it never did. `changes` are (time, instance, ready)."""
+    how many it did not within `LOOKED_FOR_S`. `changes` are (time, instance, ready)."""
     times = []
     for harm in harms:
         noticed = [
             at
             for at, name, ready in changes
-            if name == harm.instance and not ready and harm.began_at <= at <= harm.over_at
+            if name == harm.instance and not ready and 0 <= at - harm.began_at <= LOOKED_FOR_S
         ]
         if noticed:
             times.append(min(noticed) - harm.began_at)

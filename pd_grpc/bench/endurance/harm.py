@@ -10,11 +10,8 @@ from dataclasses import dataclass, field
 from pd_grpc.bench.endurance.detection import Harm
 from pd_grpc.bench.endurance.fleet import ROUTER, Fleet
 from pd_grpc.bench.endurance.links import Link
-from pd_grpc.bench.endurance.plan import FaultKind, PlannedFault
+from pd_grpc.bench.endurance.plan import NOTICED_FROM_S, FaultKind, PlannedFault
 
-HEARTBEAT_S = 0.5
-_NOTICED_FROM_S = 2 * HEARTBEAT_S + 0.2
-"""Silence as long as this is to be noticed."""
 _CHUNK_COMES_S = 1.5
 """How long a chunk to be spoiled is waited for."""
 _LOOK_S = 0.01
@@ -53,17 +50,17 @@ class Harmer:
             self.fleet.freeze(fault.target)
             await asyncio.sleep(fault.lasts_s)
             self.fleet.thaw(fault.target)
-            noticeable = fault.lasts_s >= _NOTICED_FROM_S
+            noticeable = fault.lasts_s >= NOTICED_FROM_S
         elif fault.kind is FaultKind.CUT:
             await self._cut(fault)
-            long = not fault.lasts_s or fault.lasts_s >= _NOTICED_FROM_S
+            long = not fault.lasts_s or fault.lasts_s >= NOTICED_FROM_S
             noticeable = fault.client == ROUTER and long
         else:
             done = await self._corrupt(fault)
         await self.fleet.until_ready()
         self.done[fault.kind] += done
         if noticeable:
-            self.noticeable.append(Harm(fault.target, began_at, time.monotonic()))
+            self.noticeable.append(Harm(fault.target, began_at))
         self.now_wrong = ""
 
     async def _cut(self, fault: PlannedFault) -> None:

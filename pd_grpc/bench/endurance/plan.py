@@ -20,7 +20,11 @@ from pd_grpc.protocol.sampling import Sampling
 SHRINK = 8
 """The lengths of the trace are divided by this."""
 SLOT_S = 1.2
-REQUESTS_PER_SLOT = 18
+REQUESTS_PER_SLOT = 19
+HEARTBEAT_S = 1.0
+"""Between P and D, and of the keepalive on every connection."""
+NOTICED_FROM_S = 2 * HEARTBEAT_S + 0.2
+"""Silence as long as this is to be noticed."""
 BUDGET_S = 30.0
 """Of a request that is to be answered whole."""
 VOCAB = 600
@@ -187,7 +191,8 @@ def _fault(draw: random.Random, part: float) -> PlannedFault:
     if kind is FaultKind.RESTART:
         return PlannedFault(kind, at_s, target, lasts_s=draw.choice((0.0, 0.5, 2.0)))
     # Shorter than anybody notices, or longer than twice the heartbeat.
-    lasts_s = draw.choice((draw.uniform(0.05, 0.4), draw.uniform(1.3, 2.0)))
+    brief, long = draw.uniform(0.05, 0.4), NOTICED_FROM_S + draw.uniform(0.1, 0.6)
+    lasts_s = draw.choice((brief, long))
     if kind is FaultKind.STOP:
         return PlannedFault(kind, at_s, target, lasts_s=lasts_s)
     if kind is FaultKind.CORRUPT:

@@ -3,23 +3,21 @@
 from __future__ import annotations
 
 import asyncio
-import os
-import platform
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from importlib import metadata
 from typing import Any
 
 from pd_grpc.bench.endurance import plan as planning
 from pd_grpc.bench.endurance.asking import Right, ask, generate_request, wrong
 from pd_grpc.bench.endurance.detection import detection_times
 from pd_grpc.bench.endurance.fleet import ROUTER, Fleet, FleetPlan, running_fleet
-from pd_grpc.bench.endurance.harm import HEARTBEAT_S, Harmer
+from pd_grpc.bench.endurance.harm import Harmer
 from pd_grpc.bench.endurance.leaks import left_over
 from pd_grpc.bench.endurance.memory import MemorySeries
-from pd_grpc.bench.endurance.plan import Manner, PlannedRequest, Slot
+from pd_grpc.bench.endurance.plan import HEARTBEAT_S, Manner, PlannedRequest, Slot
 from pd_grpc.bench.endurance.recovery import recovery_of
+from pd_grpc.bench.endurance.report import made_on
 from pd_grpc.bench.endurance.tally import Tally
 from pd_grpc.bench.statistics import percentile
 from pd_grpc.bench.trace import read_trace
@@ -43,7 +41,7 @@ SETTINGS: Mapping[str, Any] = {
     "heartbeat_s": HEARTBEAT_S,
     "lease_s": 3 * HEARTBEAT_S,
     "grace_s": 0.5,
-    "kv_progress_s": 3.0,
+    "kv_progress_s": 4.0,
     "first_token_s": 5.0,
     "attach_s": 2.0,
     "connect_s": 1.0,
@@ -61,7 +59,6 @@ ROUTER_SETTINGS: Mapping[str, Any] = {
 }
 _TELL_SLOTS = 25
 _TRACE_MINUTES = 10.0
-_PACKAGES = ("pd-grpc", "grpcio", "protobuf")
 
 
 @dataclass
@@ -145,6 +142,7 @@ async def soak(requests: int, seed: int, tell: Tell) -> dict[str, Any]:
                 if number % _TELL_SLOTS == 0:
                     tell(_progress(run, harmer, time.monotonic() - began))
             await run.finish()
+            changes += await fleet.readiness_changes()
         left = await left_over(fleet)
         recovery = recovery_of(await fleet.server_info(ROUTER))
     times, unnoticed = detection_times(harmer.noticeable, changes)
@@ -168,8 +166,7 @@ async def soak(requests: int, seed: int, tell: Tell) -> dict[str, Any]:
         "rss_growth_by_process": growth,
         "told": run.tally.told,
         "settings": {**SETTINGS, "router": dict(ROUTER_SETTINGS)},
-        "versions": {name: metadata.version(name) for name in _PACKAGES},
-        "machine": {"system": platform.platform(), "cores": os.cpu_count()},
+        **made_on(),
         "took_s": time.monotonic() - began,
     }
 

@@ -108,7 +108,7 @@ def test_memory_is_followed_in_processes_that_live_long_enough() -> None:
 
 
 def test_a_harm_is_noticed_when_its_instance_turns_not_ready_meanwhile() -> None:
-    harms = [Harm("d0", 10, 12), Harm("p0", 20, 22)]
+    harms = [Harm("d0", 10), Harm("p0", 20)]
     changes = [(9.0, "d0", False), (10.5, "p0", False), (11.0, "d0", False), (11.5, "d0", True)]
     assert detection_times(harms, changes) == ([1.0], 1)
 
