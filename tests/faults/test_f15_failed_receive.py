@@ -66,9 +66,14 @@ async def test_one_wrong_byte_on_the_way_fails_the_request_and_no_other() -> Non
         outcomes = await asyncio.gather(*(cluster.run(p, d, r) for r in [spoiled, *good]))
         assert line.spoiled == 1
         prefill, generate = outcomes.pop(0)
-        for fault, code in ((prefill.fault, Code.DATA_LOSS), (generate.fault, Code.UNAVAILABLE)):
-            assert isinstance(fault, Fault)
-            assert (fault.code, fault.reason) == (code, Reason.KV_CORRUPT)
+        assert isinstance(generate.fault, Fault)
+        assert (generate.fault.code, generate.fault.reason) == (
+            Code.UNAVAILABLE,
+            Reason.KV_CORRUPT,
+        )
+        # P may hear first, in answer to the first token, that D has ended the transfer.
+        assert isinstance(prefill.fault, Fault)
+        assert prefill.fault.reason in (Reason.KV_CORRUPT, Reason.RELEASED)
         # The first token is P's own, and rests on no KV that was sent.
         assert generate.tokens in ([], answer_to(spoiled)[:1])
         assert [generate.tokens for _, generate in outcomes] == [answer_to(r) for r in good]
