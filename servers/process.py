@@ -25,6 +25,10 @@ EXIT_CONFIGURATION = 2
 EXIT_PORT_IN_USE = 3
 EXIT_FORCED = 4
 
+STOP_MARGIN_S = 2.0
+"""What a stop may take beyond its last calls, which end within `call_s`, before the process ends
+without it: nothing is in flight by then, and only a step of the engine can last longer."""
+
 C = TypeVar("C", bound=ServerConfig)
 T = TypeVar("T")
 
@@ -60,8 +64,9 @@ def run(
     """Serve until a drain has ended or a signal came; returns the exit status.
 
     SIGTERM and SIGINT drain, a second one ends what runs, a third one does not wait for a step that
-    hangs. 0 after that (4 after the third), 2 for a configuration or model that cannot be used, 3
-    for a port in use; the reason goes to standard error. Prints `ready ROLE NAME ENDPOINT` on
+    hangs; without it such a step is waited for `call_s` and a little more. 0 after that (4 where a
+    step was not waited for), 2 for a configuration or model that cannot be used, 3 for a port in
+    use; the reason goes to standard error. Prints `ready ROLE NAME ENDPOINT` on
     standard output once it answers.
     """
     try:
@@ -136,8 +141,10 @@ async def _serve(
         over = asyncio.wait_for(server.drained(), config.drain_s + 1.0)
         await _first_of(asyncio.gather(over, return_exceptions=True), insisted.wait())
     stopping = asyncio.ensure_future(server.stop())
-    if not await _first_of(stopping, forced.wait()):
+    in_time = asyncio.wait({stopping}, timeout=config.call_s + STOP_MARGIN_S)
+    if not await _first_of(in_time, forced.wait()) or not stopping.done():
         # A step of the engine that hangs cannot be ended otherwise.
+        progress(f"pd-grpc serve {role}: not waiting any longer for what hangs")
         os._exit(EXIT_FORCED)
     stopping.result()
     if provider is not None:

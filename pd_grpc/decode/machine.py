@@ -80,6 +80,7 @@ class DecodeMachine:
         )
         self._engine = EngineDesk(self.ledger, self._handoff)
         self._drained = False
+        self._drain_over = False
         self._rules: Mapping[type, Callable[[Any], None]] = {
             ev.HelloReceived: self._sessions.hello,
             ev.HeartbeatReceived: self._sessions.heartbeat,
@@ -132,7 +133,9 @@ class DecodeMachine:
             self._prefill.granted(transfer)
             self._client.granted(transfer)
             self._engine.schedule()
-        if ledger.draining and not ledger.transfers and self._engine.idle and not self._drained:
+        # A step that hangs is not waited for beyond the drain's time.
+        finished = not ledger.transfers and (self._engine.idle or self._drain_over)
+        if ledger.draining and finished and not self._drained:
             self._drained = True
             ledger.act(Drained())
         actions, ledger.actions = ledger.actions, []
@@ -245,6 +248,7 @@ class DecodeMachine:
         self._sessions.leave()
 
     def _drain_is_over(self) -> None:
+        self._drain_over = True
         fault = Fault(Reason.DRAINING, "this decode instance leaves before the request has ended")
         for transfer in list(self.ledger.transfers.values()):
             self.ledger.end(transfer, DecodeState.FAILED, fault)

@@ -314,7 +314,10 @@ class PrefillMachine:
         if deadline_s <= 0:
             self._end_drain(now)
         elif not self._drained:
-            self.requests.timers.set(_DRAIN, now + deadline_s)
+            # Of several deadlines the earliest stands.
+            earlier = self.requests.timers.at(_DRAIN)
+            at = now + deadline_s
+            self.requests.timers.set(_DRAIN, at if earlier is None else min(at, earlier))
 
     def _end_drain(self, now: float) -> None:
         name = self.instance.name

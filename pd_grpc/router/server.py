@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 
 from opentelemetry.metrics import MeterProvider
 from opentelemetry.sdk.trace import TracerProvider
@@ -81,6 +82,7 @@ class RouterServer:
             self.drain,
         )
         self._draining: asyncio.Task[None] | None = None
+        self._drain_ends = math.inf
         self._drained = asyncio.Event()
         server = self._control.server
         inference_pb2_grpc.add_InferenceServiceServicer_to_server(self.service, server)
@@ -111,13 +113,18 @@ class RouterServer:
 
     def drain(self, deadline_s: float | None = None) -> int:
         """Refuse what is new with DRAINING and let what runs finish for `deadline_s` (None is
-        `drain_s`); returns what runs."""
-        if self._draining is None:
-            grace_s = self._config.drain_s if deadline_s is None else deadline_s
-            self.service.draining = self._admin.draining = True
-            self._control.set_ready(False, "draining")
-            _log.info("draining for at most %g s", grace_s, extra={"instance": self.name})
-            self._draining = asyncio.create_task(self._drain(grace_s), name="drain")
+        `drain_s`); returns what runs. Of several deadlines the earliest stands."""
+        grace_s = self._config.drain_s if deadline_s is None else deadline_s
+        ends = self._clock.now() + grace_s
+        if self._drained.is_set() or ends >= self._drain_ends:
+            return len(self.in_flight)
+        if self._draining is not None:
+            self._draining.cancel()
+        self.service.draining = self._admin.draining = True
+        self._control.set_ready(False, "draining")
+        _log.info("draining for at most %g s", grace_s, extra={"instance": self.name})
+        self._drain_ends = ends
+        self._draining = asyncio.create_task(self._drain(grace_s), name="drain")
         return len(self.in_flight)
 
     async def drained(self) -> None:
@@ -127,24 +134,22 @@ class RouterServer:
     async def stop(self, grace_s: float = 0.0) -> None:
         """Drain for at most `grace_s`, then end everything; returns when every handler has cleaned
         up. A drain under way is cut short."""
-        if self._draining is None:
-            self.drain(grace_s)
-            await self._drained.wait()
-        assert self._draining is not None
-        self._draining.cancel()
-        self._drained.set()
+        self.drain(grace_s)
+        await self._drained.wait()
         self._changes.close()
         await self._control.stop(0)
         await self.discovery.stop()
 
     async def _drain(self, grace_s: float) -> None:
         idle = asyncio.create_task(self.in_flight.idle())
-        await asyncio.wait([idle], timeout=grace_s)
-        for request in self.in_flight.running():
-            request.fail(Fault(Reason.DRAINING, "the router leaves"))
-        # Their clients are told; one that reads nothing holds it back no longer than that.
-        await asyncio.wait([idle], timeout=rpc.FAREWELL_S)
-        idle.cancel()
+        try:
+            await asyncio.wait([idle], timeout=grace_s)
+            for request in self.in_flight.running():
+                request.fail(Fault(Reason.DRAINING, "the router leaves"))
+            # Their clients are told; one that reads nothing holds it back no longer than that.
+            await asyncio.wait([idle], timeout=rpc.FAREWELL_S)
+        finally:
+            idle.cancel()
         self._drained.set()
 
     def _update_readiness(self) -> None:

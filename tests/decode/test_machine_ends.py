@@ -356,6 +356,18 @@ def test_a_drain_ends_by_its_deadline(d: Harness, p: Prefill) -> None:
     assert ended.status.code == Code.UNAVAILABLE
 
 
+def test_a_step_that_hangs_is_not_waited_for_when_the_drain_is_over(d: Harness) -> None:
+    client = d.generate(Request(), local=True)
+    d.feed(ev.DrainRequested(3.0))
+    d.advance(3.0)
+    assert d.reason(client) is Reason.DRAINING
+    assert d.drains == 1
+    assert d.step is not None
+    d.run()
+    d.all_returned()
+    assert d.drains == 1
+
+
 def test_an_idle_decode_drains_at_once_and_only_once(d: Harness) -> None:
     d.feed(ev.DrainRequested(30.0))
     d.feed(ev.DrainRequested(10.0))

@@ -168,6 +168,14 @@ def test_what_is_not_finished_when_the_drain_is_over_fails(world: World) -> None
     assert len(world.taken(act.Drained)) == 1
 
 
+def test_of_two_drains_the_earlier_deadline_stands(world: World) -> None:
+    call = world.bring_to(PrefillState.ALLOCATING)
+    world.feed(ev.DrainRequested(2))
+    world.feed(ev.DrainRequested(30))
+    world.advance(2)
+    assert world.fault(call).reason is Reason.DRAINING
+
+
 def test_a_p_whose_newer_process_exists_drains(world: World) -> None:
     call = world.bring_to(PrefillState.QUEUED, decodes=(D1, D2))
     world.break_session(fault=Fault(Reason.STALE_EPOCH, "a newer p exists"))

@@ -167,6 +167,16 @@ async def test_what_runs_when_the_drains_time_is_over_fails_with_draining(site: 
     await asyncio.wait_for(site.router.drained(), 5)
 
 
+async def test_a_stop_cuts_a_drain_short_and_says_so_to_what_runs(site: Site) -> None:
+    site.p.script, site.d1.script = silence, silence
+    failing = asyncio.create_task(site.fault())
+    await asyncio.wait_for(asyncio.gather(site.p.came.wait(), site.d1.came.wait()), 5)
+    assert site.router.drain(60.0) == site.router.drain(90.0) == 1
+    await asyncio.wait_for(site.router.stop(), 5)
+    fault = await asyncio.wait_for(failing, 5)
+    assert (fault.code, fault.reason) == (Code.UNAVAILABLE, Reason.DRAINING)
+
+
 # --- tracing --------------------------------------------------------------------------------------
 
 

@@ -1,4 +1,4 @@
-"""What a server's process does when nobody can read what it says."""
+"""What a server's process does when nobody can read what it says, and when its engine hangs."""
 
 from __future__ import annotations
 
@@ -12,13 +12,22 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from pd_grpc.v1 import inference_pb2, inference_pb2_grpc, sampling_pb2
+from pd_grpc.protocol.faults import Fault, Reason
+from pd_grpc.protocol.rpc import read_error
+from pd_grpc.v1 import (
+    admin_pb2,
+    admin_pb2_grpc,
+    inference_pb2,
+    inference_pb2_grpc,
+    sampling_pb2,
+)
+from tests.servers.processes import ready, server
 
 FULL = "/dev/full"
 """Every write to it fails as on a full disk."""
 END_S = 30.0
 
-pytestmark = pytest.mark.skipif(not os.path.exists(FULL), reason="there is no /dev/full")
+full_disk = pytest.mark.skipif(not os.path.exists(FULL), reason="there is no /dev/full")
 
 
 def _free_port() -> int:
@@ -36,6 +45,7 @@ def _until_serving(channel: grpc.Channel) -> None:
             return
 
 
+@full_disk
 def test_a_server_whose_output_is_on_a_full_disk_serves_and_ends_as_ever() -> None:
     port = _free_port()
     arguments = ("--engine", "sim", "--port", str(port), "--log-level", "debug")
@@ -62,6 +72,29 @@ def test_a_server_whose_output_is_on_a_full_disk_serves_and_ends_as_ever() -> No
             running.kill()
 
 
+def test_a_step_that_hangs_does_not_keep_a_process_from_ending() -> None:
+    flags = ("--sim-time-scale", "1e6", "--drain-s", "0.2", "--call-s", "0.1")
+    with server("decode", "--engine", "sim", *flags) as running:
+        with grpc.insecure_channel(ready(running)[3]) as channel:
+            request = inference_pb2.GenerateRequest(
+                token_ids=inference_pb2.TokenIds(ids=range(100, 110)),
+                sampling=sampling_pb2.SamplingParams(max_tokens=4),
+            )
+            stub = inference_pb2_grpc.InferenceServiceStub(channel)
+            call = stub.Generate(request, timeout=END_S)
+            admin = admin_pb2_grpc.AdminServiceStub(channel)
+            while not admin.ListTransfers(admin_pb2.ListTransfersRequest(), timeout=5).transfers:
+                pass
+            running.send_signal(signal.SIGTERM)
+            with pytest.raises(grpc.RpcError) as raised:
+                next(call)
+            fault = read_error(raised.value)
+            assert isinstance(fault, Fault) and fault.reason is Reason.DRAINING
+        assert running.wait(END_S) == 4
+        assert running.stderr is not None and "waiting" in running.stderr.read()
+
+
+@full_disk
 def test_loading_goes_on_when_its_progress_cannot_be_written() -> None:
     program = "from pd_grpc.servers.process import progress; progress('loading weights')"
     with open(FULL, "w") as full:
