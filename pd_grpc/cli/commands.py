@@ -10,6 +10,7 @@ import typer
 
 from pd_grpc.cli.bench import bench
 from pd_grpc.cli.conformance import conformance
+from pd_grpc.cli.explore import explore
 from pd_grpc.cli.generate import generate
 from pd_grpc.cli.serve import serve
 from pd_grpc.cli.soak import soak
@@ -30,6 +31,7 @@ app.add_typer(serve, name="serve")
 app.command()(generate)
 app.command()(status)
 app.command()(conformance)
+app.command()(explore)
 app.command()(soak)
 bench.command()(unplug)
 app.add_typer(bench, name="bench")
@@ -49,7 +51,14 @@ def options(
     ),
 ) -> None:
     """Disaggregated prefill and decode over gRPC."""
-    if context.invoked_subcommand in ("generate", "status", "conformance", "soak", "bench"):
+    if context.invoked_subcommand in (
+        "generate",
+        "status",
+        "conformance",
+        "explore",
+        "soak",
+        "bench",
+    ):
         # They are interrupted as any program is; up and serve have handlers of their own.
         for signum, handler in (context.obj or {}).items():
             signal.signal(signum, signal.SIG_DFL if handler is None else handler)

@@ -1,0 +1,103 @@
+"""What everybody must know once nothing is on its way: failure travels in one round trip.
+
+Checked in quiet: every message has been delivered, nobody has a step to take, and time has yet to
+pass. Whoever waits then for what another has given up would have to learn it from a timeout. What a
+frozen process, a process that is down or a call that stalls does not say is nobody's fault.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from pd_grpc.testing.explorer.process import Violation
+from pd_grpc.testing.explorer.wire import CUT, DEAF, GHOST, STALLED
+
+if TYPE_CHECKING:
+    from pd_grpc.testing.explorer.world import State, World
+
+ROUND_TRIP = "failure travels in one round trip"
+OWN_ONLY = "a bad instance delays only its own"
+
+_ANSWERED = ("prefill", "generate", "allocate")
+
+
+def disagreements(world: World, state: State) -> list[Violation]:
+    """What somebody in a quiet state does not know."""
+    wire = world.wire(state)
+    found = [Violation(OWN_ONLY, text) for text in _delayed(world, state)]
+    if any(line.flags & STALLED for line in wire):
+        return found
+    facts = {
+        name: world.locals.all[state[i]].looks.facts
+        for i, name in enumerate(world.names)
+        if world.runs(state, i)
+    }
+    texts = [*_calls(world, state, facts), *_prefills(facts), *_decodes(facts), *_clients(facts)]
+    return found + [Violation(ROUND_TRIP, text) for text in texts]
+
+
+def _calls(world: World, state: State, facts: dict[str, Any]) -> Iterator[str]:
+    """A call is known at both of its ends, or at neither."""
+    open_calls = {line.call: line for line in world.wire(state)}
+    for line in open_calls.values():
+        who = world.ids.calls[line.call]
+        on_its_way = line.up or line.down  # to somebody who is frozen
+        if on_its_way or line.flags & (DEAF | CUT | GHOST) or who.kind not in _ANSWERED:
+            continue
+        if who.server in facts and line.call not in facts[who.server][-1]:
+            yield f"{who.server}: it does not know {who.kind} of {who.client}"
+    for name, known in facts.items():
+        for call in known[-1]:
+            kind = world.ids.calls[call].kind
+            if call not in open_calls and world.ids.calls[call].name[-1] != "~":
+                yield f"{name}: it serves or awaits a {kind} that has ended"
+
+
+def _prefills(facts: dict[str, Any]) -> Iterator[str]:
+    for name, known in facts.items():
+        if name[0] != "p":
+            continue
+        for key, _, server, epoch, _, talks in known[0]:
+            there = facts.get(server) if epoch and talks else None
+            if there is not None and there[0] == epoch and key not in {t[0] for t in there[1]}:
+                yield f"{name}: it goes on with {key}, which {server} has ended"
+
+
+def _decodes(facts: dict[str, Any]) -> Iterator[str]:
+    for name, known in facts.items():
+        if name[0] != "d":
+            continue
+        for key, state, owner, _, handed_off, _ in known[1]:
+            if owner is None or handed_off or owner[0] not in facts:
+                continue
+            epoch, flying, owed, _ = _of_prefill(facts[owner[0]])
+            here = any(f[0] == key and f[2] == name for f in flying)
+            if epoch == owner[1] and not here and (name, key) not in owed:
+                yield f"{name}: it keeps {key} as {state}, which {owner[0]} has ended"
+
+
+def _of_prefill(known: Any) -> tuple[int, Any, Any, Any]:
+    flying, owed, epoch, calls = known
+    return epoch, flying, owed, calls
+
+
+def _clients(facts: dict[str, Any]) -> Iterator[str]:
+    for name, known in facts.items():
+        if name[0] == "c" and not known[1] and not known[4] and not known[5]:
+            yield f"{name}: its client waits, and nobody works for it"
+
+
+def _delayed(world: World, state: State) -> Iterator[str]:
+    """A request whose instances no fault has touched is answered without a wait, unless another
+    has blocks of its D."""
+    touched = state[-1]
+    for client, prefill, decode in world.routes:
+        looks, there = world.looks(state, client), world.looks(state, decode)
+        if touched & (1 << client | 1 << prefill | 1 << decode) or looks is None or there is None:
+            continue
+        key, result, *rest = looks.facts
+        alone = all(transfer[0] == key for transfer in there.facts[1])
+        if alone and result != "ok":
+            name = world.names[client]
+            yield f"{name}: no fault has touched its instances, and it is {[result, *rest]}"

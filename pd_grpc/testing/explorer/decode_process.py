@@ -1,0 +1,420 @@
+"""A D of the world: the real machine and receiver, an engine that reads tags, and their shell."""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Iterable
+from typing import Any
+
+from pd_grpc.blocks.pool import BlockPool, BlockState
+from pd_grpc.decode import actions as act
+from pd_grpc.decode import events as ev
+from pd_grpc.decode.deadlines import OfTransfer, TransferTimer
+from pd_grpc.decode.machine import DecodeMachine, Model
+from pd_grpc.decode.receiver import EndStream, Receiver, Respond
+from pd_grpc.decode.sessions import Offer
+from pd_grpc.decode.states import TRANSITIONS, DecodeState
+from pd_grpc.engine.base import Sampled
+from pd_grpc.protocol.config import DecodeConfig
+from pd_grpc.protocol.faults import Fault, Reason
+from pd_grpc.protocol.messages import duration, seconds
+from pd_grpc.protocol.refs import TransferKey
+from pd_grpc.testing.explorer.kv import (
+    EOS,
+    LAYOUT,
+    MAX_MODEL_LEN,
+    TOKENIZER,
+    VOCAB,
+    Tag,
+    TagMemory,
+    next_token,
+    number_of,
+)
+from pd_grpc.testing.explorer.process import Input, Looks, Process
+from pd_grpc.testing.explorer.wire import CANCEL, CLOSE, Interned, Message
+from pd_grpc.transport.chunk_codec import IncomingChunk
+from pd_grpc.v1 import admin_pb2, decode_pb2, inference_pb2, layout_pb2, types_pb2
+
+_OURS = (DecodeState.DECODING, DecodeState.PREEMPTED)
+
+
+class DecodeProcess(Process):
+    """One D."""
+
+    def __init__(self, name: str, epoch: int, ids: Interned, config: DecodeConfig) -> None:
+        super().__init__(name, epoch, ids)
+        self.config = config
+        self.pool = BlockPool(config.num_blocks)
+        self.minted: Counter[str] = Counter()
+        self.subject = ""
+        instance = types_pb2.Instance(name=name, epoch=epoch, role=types_pb2.ROLE_DECODE)
+        offer = Offer(
+            instance=instance,
+            layout=LAYOUT,
+            shards=[layout_pb2.Shard(endpoint=f"{name}:2", tp_size=1)],
+            features=frozenset(),
+            max_model_len=MAX_MODEL_LEN,
+            timeouts=config,
+        )
+        model = Model(VOCAB, frozenset({EOS}), TOKENIZER, frozenset())
+        self.machine = DecodeMachine(config, self.pool, offer, model, self._mint)
+        self.unary: set[int] = set()
+        self.clients: set[int] = set()
+        self.sessions: set[int] = set()
+        self.streams: set[int] = set()
+        self.to_bulk: deque[act.ToReceiver] = deque()
+        self.news: deque[ev.Event] = deque()
+        self.plan: act.StepPlan | None = None
+        self.memory = TagMemory(config.num_blocks)
+        self.receiver = Receiver(config, LAYOUT, self.memory, epoch)
+        self.keys: dict[str, TransferKey] = {}
+
+    def _mint(self, prefix: str) -> str:
+        """An id made of whom it is for, so that it does not tell in which order others came."""
+        name = f"{prefix}-{self.subject}"
+        self.minted[name] += 1
+        return f"{name}-{self.minted[name]}"
+
+    # --- what others see -------------------------------------------------------------------------
+
+    def looks(self) -> Looks:
+        """See `Process.looks`."""
+        ledger = self.machine.ledger
+        steps = []
+        wake, bulk_wake = self.machine.next_wake(), self.receiver.next_wake()
+        if wake is not None and wake <= self.now:
+            steps.append("tick")
+        if bulk_wake is not None and bulk_wake <= self.now:
+            steps.append("expire")
+        if self.plan is not None:
+            steps.append("step")
+        if self.to_bulk:
+            steps.append("bulk")
+        if self.news:
+            steps.append("news")
+        settled = not (steps or ledger.transfers or ledger._quarantine or self.streams)
+        facts = tuple(
+            (
+                t.key,
+                t.state.name,
+                None if t.owner is None else (t.owner.name, t.owner.epoch),
+                None if t.client is None else t.client.call,
+                t.handed_off,
+                t.local,
+            )
+            for t in ledger.transfers.values()
+        )
+        calls = frozenset(self.clients | self.unary)
+        return Looks(
+            tuple(steps), self._wake_s(wake, bulk_wake), settled, (self.epoch, facts, calls)
+        )
+
+    def left_over(self) -> list[str]:
+        """See `Process.left_over`."""
+        ledger = self.machine.ledger
+        found = [f"{t.key} is {t.state.name}" for t in ledger.transfers.values()]
+        if self.pool.counts()[BlockState.FREE] != self.pool.total:
+            found.append(f"blocks {self.pool.holdings()}")
+        if ledger.calls or self.clients or self.unary:
+            found.append(f"calls {ledger.calls}, {self.clients}, {self.unary}")
+        if len(ledger.reservations) or ledger.leases.next() is not None:
+            found.append("a reservation or a lease")
+        if any(isinstance(key, OfTransfer) for key in ledger.timers._at):
+            found.append("a transfer's timer")
+        if ledger.scheduler.has_work:
+            found.append("work for the engine")
+        return [f"{self.name}: {each}" for each in found]
+
+    # --- what happens ----------------------------------------------------------------------------
+
+    def _happen(self, happens: Input) -> None:
+        kind = happens[0]
+        if kind == "up":
+            call = happens[1]
+            self._heard(call, self._ids.calls[call].kind, self._ids.messages[happens[2]])
+        elif kind == "tick":
+            self.subject = "tick"
+            self._perform(self.machine.tick(self.now))
+        elif kind == "expire":
+            self._receive(self.receiver.tick(self.now))
+        elif kind == "step":
+            self._step()
+        elif kind == "fail":
+            plan, self.plan = self.plan, None
+            assert plan is not None
+            raised = Fault(Reason.ENGINE_ERROR, "the engine raised")
+            self._feed(ev.StepFailed(plan.step, raised))
+        elif kind == "bulk":
+            self._bulk(self.to_bulk.popleft())
+        else:
+            self._feed(self.news.popleft())
+
+    def _heard(self, call: int, kind: str, message: Message) -> None:
+        if kind == "session":
+            self._session(call, message)
+        elif kind == "transfer":
+            self._transfer(call, message)
+        elif kind == "generate":
+            self._generate(call, message)
+        elif message.kind == CANCEL:
+            if call in self.unary:
+                self.unary.discard(call)
+                if kind == "allocate":
+                    self._feed(ev.AllocateCallEnded(call))
+        elif kind == "allocate":
+            request, timeout_s = message.body
+            self.unary.add(call)
+            asked = decode_pb2.AllocateRequest()
+            asked.CopyFrom(request)
+            wait_s = min(seconds(request.max_wait), timeout_s - self.config.hop_margin_s)
+            asked.max_wait.CopyFrom(duration(wait_s))
+            self._about(request.ref)
+            self._feed(ev.AllocateCalled(call, asked))
+        elif kind == "first":
+            self.unary.add(call)
+            self._about(message.body.ref)
+            self._feed(ev.FirstTokenCalled(call, message.body))
+        elif kind == "release":
+            self.unary.add(call)
+            self._about(message.body.ref)
+            self._feed(ev.ReleaseCalled(call, message.body))
+        else:
+            self._ask(call, message.body)
+
+    def _session(self, call: int, message: Message) -> None:
+        if message.kind == "hello":
+            self.sessions.add(call)
+            instance = message.body.instance
+            self.subject = f"{instance.name}.{instance.epoch}"
+            self._feed(ev.HelloReceived(call, message.body))
+        elif message.kind in (CANCEL, CLOSE):
+            self.sessions.discard(call)
+            self._feed(ev.SessionStreamEnded(call))
+        elif call in self.sessions:
+            said = message.body
+            if said.WhichOneof("message") == "goodbye":
+                self._feed(ev.GoodbyeReceived(call))
+            else:
+                self._feed(ev.HeartbeatReceived(call, said.heartbeat))
+
+    def _generate(self, call: int, message: Message) -> None:
+        if message.kind == CANCEL:
+            self.clients.discard(call)
+            self._feed(ev.GenerateCallEnded(call))
+            return
+        request, budget_s = message.body
+        self.clients.add(call)
+        self._about(request.handoff.ref)
+        left_s = max(0.0, budget_s - self.config.hop_margin_s)
+        self._feed(ev.GenerateCalled(call, request, left_s))
+
+    def _transfer(self, call: int, message: Message) -> None:
+        if message.kind == CANCEL:
+            self.streams.discard(call)
+            self.receiver.stream_ended(call)
+        elif message.kind == "chunk":
+            if call in self.streams:
+                header, payload = message.body
+                chunk = IncomingChunk(header, memoryview(payload))
+                self._receive(self.receiver.message(call, chunk, self.now))
+        elif message.body.HasField("open"):
+            self.streams.add(call)
+            self.receiver.stream_began(call)
+            self._receive(self.receiver.message(call, message.body, self.now))
+        elif call in self.streams:
+            self._receive(self.receiver.message(call, message.body, self.now))
+
+    def _ask(self, call: int, request: admin_pb2.GetTransferRequest) -> None:
+        """What AdminService answers."""
+        key = TransferKey(request.transfer_id, request.attempt)
+        live = self.machine.ledger.of_key(key)
+        ended = self.machine.ledger.tombstones.get(key, self.now)
+        if live is None and ended is None:
+            self._end(call, Fault(Reason.UNKNOWN_TRANSFER, f"{key} is unknown here"))
+            return
+        state = live.state if live is not None else ended.state if ended is not None else None
+        assert state is not None
+        info = admin_pb2.TransferInfo(state=state.wire)
+        self._down(call, "answer", admin_pb2.GetTransferResponse(transfer=info))
+
+    def _about(self, ref: types_pb2.TransferRef) -> None:
+        self.subject = f"{ref.transfer_id}#{ref.attempt}"
+
+    # --- what it does ----------------------------------------------------------------------------
+
+    def _feed(self, event: ev.Event) -> None:
+        self._perform(self.machine.handle(event, self.now))
+
+    def _perform(self, actions: Iterable[act.Action]) -> None:
+        for action in actions:
+            match action:
+                case act.Answer(call, message):
+                    self._settle(call, message)
+                case act.Refuse(call, fault):
+                    if call in self.clients:
+                        self._end_client(call, fault)
+                    elif call in self.unary:
+                        self.unary.remove(call)
+                        self._end(call, fault)
+                case act.SessionSend(stream, message):
+                    if stream in self.sessions:
+                        self._tell(stream, message)
+                case act.SessionEnd(stream, fault):
+                    if stream in self.sessions:
+                        self.sessions.remove(stream)
+                        self._end(stream, fault)
+                        self.news.append(ev.SessionStreamEnded(stream))
+                case act.Emit(call, tokens):
+                    if call in self.clients:
+                        ids = [token.token_id for token in tokens]
+                        said = inference_pb2.GenerateResponse(token_ids=ids)
+                        self._down(call, "tokens", said)
+                case act.FinishGenerate(call, reason, usage):
+                    if call in self.clients:
+                        last = inference_pb2.GenerateResponse(
+                            finish_reason=reason.wire, usage=usage
+                        )
+                        self._down(call, "tokens", last)
+                        self._end_client(call, None)
+                case act.RunStep(plan):
+                    assert self.plan is None, "two steps at once"
+                    self.plan = plan
+                    self._check_plan(plan)
+                case act.Changed():
+                    self._note(action)
+                case act.SetReady() | act.Drained():
+                    pass
+                case act.AdmitSession() | act.DismissPrefill():
+                    # The shard's loop has heard it before P can have read the welcome.
+                    self._bulk(action)
+                case _:
+                    self.to_bulk.append(action)
+
+    def _settle(self, call: int, message: act.UnaryAnswer) -> None:
+        if call in self.unary:
+            self.unary.remove(call)
+            self._down(call, "answer", message)
+
+    def _end_client(self, call: int, fault: Fault | None) -> None:
+        self.clients.remove(call)
+        self._end(call, fault)
+        self.news.append(ev.GenerateCallEnded(call))
+
+    def _tell(self, stream: int, message: decode_pb2.SessionResponse) -> None:
+        if message.WhichOneof("message") == "heartbeat_ack":
+            unknown = message.heartbeat_ack.unknown_grant_ids
+            ack = decode_pb2.HeartbeatAck(unknown_grant_ids=unknown)
+            message = decode_pb2.SessionResponse(heartbeat_ack=ack)
+        self._down(stream, "session", message)
+
+    def _note(self, change: act.Changed) -> None:
+        before, after = change.before, change.after
+        dropped = change.fault is None and after.terminal
+        if before is not None and not dropped and after not in TRANSITIONS[before]:
+            self._wrong(
+                "terminal states absorb", f"{change.key} went from {before.name} to {after.name}"
+            )
+
+    # --- the receiver ----------------------------------------------------------------------------
+
+    def _bulk(self, action: act.ToReceiver) -> None:
+        match action:
+            case act.OpenReceive(grant_id, key, owner, blocks, wanted):
+                self._receive(self.receiver.open_grant(grant_id, key, owner, blocks, wanted))
+            case act.CloseReceive(grant_id, fault):
+                self._receive(self.receiver.close_grant(grant_id, fault))
+            case act.AdmitSession(owner, session_id):
+                self.receiver.sessions.admit(owner, session_id)
+            case act.DismissPrefill(owner):
+                self.receiver.sessions.dismiss(owner)
+
+    def _receive(self, actions: Iterable[Any]) -> None:
+        for action in actions:
+            if isinstance(action, Respond):
+                if action.message.HasField("ack"):
+                    said = action.message.ack.accepted_bytes
+                    self.receiver.acknowledged(action.stream, said)
+                if action.stream in self.streams:
+                    self._down(action.stream, "transfer", action.message)
+            elif isinstance(action, EndStream):
+                if action.stream in self.streams:
+                    self.streams.remove(action.stream)
+                    self._end(action.stream, action.fault)
+            else:
+                self.news.append(action)
+
+    # --- the engine ------------------------------------------------------------------------------
+
+    def _check_plan(self, plan: act.StepPlan) -> None:
+        for grant_id in plan.decode_grants:
+            transfer = self.machine.ledger.transfers[grant_id]
+            self.keys[grant_id] = transfer.key
+            if transfer.client is None:
+                self._wrong("D never decodes without a client", str(transfer.key))
+        for grant_id in plan.prefill_grants:
+            self.keys[grant_id] = self.machine.ledger.transfers[grant_id].key
+
+    def _step(self) -> None:
+        plan, self.plan = self.plan, None
+        assert plan is not None
+        prefilled: list[Sampled | None] = []
+        for grant_id, chunk in zip(plan.prefill_grants, plan.prefill, strict=True):
+            key = self.keys[grant_id]
+            for i, token in enumerate(chunk.token_ids):
+                tag = Tag(number_of(key), key.attempt, chunk.start + i, token)
+                self.memory.store(chunk.block_table, tag)
+            stored = self.memory.tokens(chunk.block_table, chunk.start + len(chunk.token_ids), key)
+            prefilled.append(None if chunk.sample is None else Sampled(next_token(stored)))
+        decoded = []
+        for grant_id, slot in zip(plan.decode_grants, plan.decode, strict=True):
+            key = self.keys[grant_id]
+            tag = Tag(number_of(key), key.attempt, slot.position, slot.token_id)
+            self.memory.store(slot.block_table, tag)
+            stored = self.memory.tokens(slot.block_table, slot.position + 1, key)
+            decoded.append(Sampled(next_token(stored)))
+        self.keys.clear()
+        self._feed(ev.StepDone(plan.step, prefilled, decoded))
+
+    # --- what must hold --------------------------------------------------------------------------
+
+    def _check(self) -> None:
+        self.pool.check()
+        ledger = self.machine.ledger
+        for transfer in ledger.transfers.values():
+            grant = transfer.grant_id
+            if transfer.state.terminal:
+                self._wrong("terminal states absorb", f"{transfer.key} has ended and is kept")
+            ends = (TransferTimer.BUDGET, TransferTimer.ATTACH, TransferTimer.FIRST_TOKEN)
+            timed = any(ledger.timers.at(OfTransfer(grant, timer)) is not None for timer in ends)
+            if not timed and grant not in ledger.leases:
+                self._wrong("no state without a timer", f"{transfer.key} {transfer.state.name}")
+            if transfer.state in _OURS and transfer.client is None:
+                self._wrong("D never decodes without a client", str(transfer.key))
+            if transfer.state in _OURS and not (transfer.kv_complete or transfer.local):
+                self._wrong("no token from unverified KV", str(transfer.key))
+            leased = transfer.state in (DecodeState.RESERVED, DecodeState.RECEIVING)
+            if leased and not transfer.local and grant not in ledger.leases:
+                self._wrong("no state without a timer", f"{transfer.key} has no lease")
+        live = Counter(t.state for t in ledger.transfers.values())
+        if {s: n for s, n in ledger.counts.items() if n and not s.terminal} != live:
+            self._wrong("conservation", f"transfers are counted as {ledger.counts}")
+        known = {id(t.holding) for t in ledger.transfers.values() if t.holding is not None}
+        kept = {id(holding) for holding, _ in ledger._quarantine.values()}
+        if {id(holding) for holding in self.pool.holdings()} != known | kept:
+            self._wrong("conservation", f"nobody has {self.pool.holdings()}")
+        writing = {grant: g.blocks for grant, g in self.receiver._grants.items()}
+        for grant, blocks in writing.items():
+            if not self._may_write(grant, blocks):
+                self._wrong("no block is free while it may be written to", grant)
+
+    def _may_write(self, grant: str, blocks: tuple[int, ...]) -> bool:
+        """Whether the blocks that a shard would write to are still those of its grant."""
+        ledger = self.machine.ledger
+        transfer = ledger.transfers.get(grant)
+        if transfer is not None:
+            if transfer.kv_complete or transfer.holding is None:
+                return True  # What is verified is never written again.
+            return tuple(transfer.holding.blocks[: len(blocks)]) == blocks
+        if grant in ledger._quarantine:
+            return tuple(ledger._quarantine[grant][0].blocks[: len(blocks)]) == blocks
+        return not self.receiver._grants[grant].missing

@@ -1,0 +1,432 @@
+"""A P of the world: the real machine and sender, an engine that writes tags, and their shell."""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Any
+
+from pd_grpc.blocks.pool import BlockPool, BlockState
+from pd_grpc.engine.base import Sampled
+from pd_grpc.prefill import actions as act
+from pd_grpc.prefill import events as ev
+from pd_grpc.prefill.machine import PrefillMachine
+from pd_grpc.prefill.requests import Timer
+from pd_grpc.prefill.sender import TransferSender
+from pd_grpc.prefill.sessions import Phase
+from pd_grpc.prefill.states import TRANSITIONS, PrefillState
+from pd_grpc.protocol.config import PrefillConfig
+from pd_grpc.protocol.faults import Code, Fault, Reason, TransportFault, stage_deadline
+from pd_grpc.protocol.refs import TransferKey
+from pd_grpc.testing.explorer.kv import (
+    LAYOUT,
+    TOKENIZER,
+    Tag,
+    TagMemory,
+    limits,
+    next_token,
+    number_of,
+)
+from pd_grpc.testing.explorer.process import Input, Looks, Process, server_of
+from pd_grpc.testing.explorer.wire import BROKEN, CANCEL, END, Interned, Message
+from pd_grpc.transport.base import Slab
+from pd_grpc.transport.chunk_codec import checksum
+from pd_grpc.v1 import decode_pb2, prefill_pb2, transfer_pb2, types_pb2
+
+_LATE = TransportFault(Code.DEADLINE_EXCEEDED, "the call's time is over")
+_EARLY = (PrefillState.QUEUED, PrefillState.ALLOCATING, PrefillState.PREPARED)
+
+
+class _Sending:
+    """One transfer to one shard, over as many streams as it takes."""
+
+    def __init__(self, action: act.OpenTransfer, chunk_bytes: int) -> None:
+        self.sender = TransferSender(LAYOUT, action.plan, chunk_bytes, action.progress_s)
+        self.call: int | None = None
+        self.streams = 0
+
+
+class PrefillProcess(Process):
+    """One P."""
+
+    def __init__(self, name: str, epoch: int, ids: Interned, config: PrefillConfig) -> None:
+        super().__init__(name, epoch, ids)
+        self.config = config
+        instance = types_pb2.Instance(name=name, epoch=epoch, role=types_pb2.ROLE_PREFILL)
+        self.pool = BlockPool(config.num_blocks)
+        self.machine = PrefillMachine(
+            config, instance, limits(config.num_blocks), self.pool, TOKENIZER
+        )
+        self.calls: set[int] = set()
+        self.sessions: dict[int, tuple[str, int]] = {}
+        self.allocates: dict[int, tuple[act.SendAllocate, float]] = {}
+        self.first_tokens: dict[int, tuple[act.SendFirstToken, float]] = {}
+        self.releases: dict[int, tuple[act.SendRelease, float]] = {}
+        self.sendings: dict[tuple[TransferKey, int], _Sending] = {}
+        self.to_bulk: deque[Any] = deque()
+        self.news: deque[ev.Event] = deque()
+        self.run: act.RunStep | None = None
+        self.memory = TagMemory(config.num_blocks)
+
+    # --- what others see -------------------------------------------------------------------------
+
+    def looks(self) -> Looks:
+        """See `Process.looks`."""
+        machine, requests = self.machine, self.machine.requests
+        steps = []
+        if (at := machine.next_wake()) is not None and at <= self.now:
+            steps.append("tick")
+        if any(at <= self.now for at in self._deadlines()):
+            steps.append("expire")
+        if self.run is not None:
+            steps.append("step")
+        if self.to_bulk:
+            steps.append("bulk")
+        if self.news:
+            steps.append("news")
+        idle = not (steps or requests.in_flight or requests._lingering or self.sendings)
+        settled = idle and not len(machine.placement.releases)
+        wake_s = self._wake_s(machine.next_wake(), *self._deadlines())
+        return Looks(tuple(steps), wake_s, settled, self._facts())
+
+    def left_over(self) -> list[str]:
+        """See `Process.left_over`."""
+        found = [f"{key} is in flight" for key in self.machine.requests.in_flight]
+        found += [f"{key} lingers" for key in self.machine.requests._lingering]
+        found += [f"{len(self.machine.placement.releases)} releases"] * bool(
+            len(self.machine.placement.releases)
+        )
+        if self.pool.counts()[BlockState.FREE] != self.pool.total:
+            found.append(f"blocks {self.pool.holdings()}")
+        pool = self.machine.placement.pool
+        if pool.in_flight or pool.granted or self.calls or self.sendings:
+            found.append(f"{pool.in_flight} asks, {pool.granted} grants, {len(self.calls)} calls")
+        return [f"{self.name}: {each}" for each in found]
+
+    def _facts(self) -> Any:
+        conversations, requests = self.machine.conversations, self.machine.requests
+        flying = []
+        for key, record in requests.in_flight.items():
+            endpoint = record.target.endpoint
+            session = conversations.get(endpoint)
+            there = session is not None and session.phase is Phase.OPEN
+            timers = [Timer("first_token", key)]
+            timers += [Timer("reopen", key, shard) for shard in record.streams]
+            again = any(requests.timers.at(timer) is not None for timer in timers)
+            grant = record.grant
+            flying.append(
+                (
+                    key,
+                    record.call,
+                    server_of(endpoint),
+                    0 if grant is None else grant.decode.epoch,
+                    record.asking,
+                    there and not again,
+                )
+            )
+        owed = frozenset(
+            (server_of(o.endpoint), o.key) for o in self.machine.placement.releases._owed
+        )
+        return tuple(flying), owed, self.epoch, frozenset(self.calls)
+
+    def _deadlines(self) -> list[float]:
+        calls = (self.allocates, self.first_tokens, self.releases)
+        known = [at for group in calls for _, at in group.values()]
+        stalls = [sending.sender.deadline() for sending in self.sendings.values()]
+        return known + [at for at in stalls if at is not None]
+
+    # --- what happens ----------------------------------------------------------------------------
+
+    def _happen(self, happens: Input) -> None:
+        kind = happens[0]
+        if kind == "up":
+            self._called(happens[1], self._ids.messages[happens[2]])
+        elif kind == "down":
+            self._answered(happens[1], self._ids.messages[happens[2]])
+        elif kind == "tick":
+            self._perform(self.machine.tick(self.now))
+        elif kind == "expire":
+            self._expire()
+        elif kind == "step":
+            self._step()
+        elif kind == "fail":
+            run, self.run = self.run, None
+            assert run is not None
+            self._feed(ev.StepFailed(run.step, "the engine raised"))
+        elif kind == "bulk":
+            self._bulk(self.to_bulk.popleft())
+        else:
+            self._feed(self.news.popleft())
+
+    def _called(self, call: int, message: Message) -> None:
+        if message.kind == CANCEL:
+            self.calls.discard(call)
+            self._feed(ev.PrefillCallEnded(call))
+        else:
+            request, budget_s = message.body
+            self.calls.add(call)
+            left_s = max(0.0, budget_s - self.config.hop_margin_s)
+            self._feed(ev.PrefillCalled(call, request, left_s))
+
+    def _answered(self, call: int, message: Message) -> None:
+        fault = message.body if message.kind in (END, BROKEN) else None
+        if call in self.sessions:
+            endpoint, link = self.sessions[call]
+            if message.kind in (END, BROKEN):
+                del self.sessions[call]
+                self._feed(ev.SessionBroken(endpoint, link, fault))
+            else:
+                self._feed(ev.SessionMessage(endpoint, link, message.body))
+        elif call in self.allocates:
+            asked, _ = self.allocates.pop(call)
+            response = None if fault is not None else message.body
+            self._feed(ev.AllocateAnswered(asked, response, fault))
+        elif call in self.first_tokens:
+            first, _ = self.first_tokens.pop(call)
+            state = None if fault is not None else message.body.state
+            self._feed(ev.FirstTokenAnswered(first.key, first.attempt, state, fault))
+        elif call in self.releases:
+            release, _ = self.releases.pop(call)
+            self._feed(ev.ReleaseAnswered(release, fault))
+        else:
+            self._stream(call, message)
+
+    def _expire(self) -> None:
+        for call, (asked, at) in list(self.allocates.items()):
+            if at <= self.now:
+                del self.allocates[call]
+                self._cancel(call)
+                self._feed(ev.AllocateAnswered(asked, None, _LATE))
+        for call, (first, at) in list(self.first_tokens.items()):
+            if at <= self.now:
+                del self.first_tokens[call]
+                self._cancel(call)
+                self._feed(ev.FirstTokenAnswered(first.key, first.attempt, None, _LATE))
+        for call, (release, at) in list(self.releases.items()):
+            if at <= self.now:
+                del self.releases[call]
+                self._cancel(call)
+                self._feed(ev.ReleaseAnswered(release, _LATE))
+        for (key, shard), sending in self.sendings.items():
+            until = sending.sender.deadline()
+            if until is not None and until <= self.now:
+                if sending.call is not None:
+                    self._cancel(sending.call)
+                self._stream_broken(key, shard, sending, stage_deadline("transfer"))
+
+    def _step(self) -> None:
+        run, self.run = self.run, None
+        assert run is not None
+        results: list[Sampled | None] = []
+        computed = []
+        for key, chunk in zip(run.keys, run.chunks, strict=True):
+            for i, token in enumerate(chunk.token_ids):
+                tag = Tag(number_of(key), key.attempt, chunk.start + i, token)
+                self.memory.store(chunk.block_table, tag)
+            end = chunk.start + len(chunk.token_ids)
+            computed.append((key, end))
+            stored = self.memory.tokens(chunk.block_table, end, key)
+            results.append(None if chunk.sample is None else Sampled(next_token(stored)))
+        self.to_bulk.append(tuple(computed))
+        self._feed(ev.StepDone(run.step, results))
+
+    # --- what it does ----------------------------------------------------------------------------
+
+    def _feed(self, event: ev.Event) -> None:
+        self._perform(self.machine.handle(event, self.now))
+
+    def _perform(self, actions: list[act.Action]) -> None:
+        for action in actions:
+            if isinstance(action, act.Emit):
+                if action.call in self.calls:
+                    self._down(action.call, "prefill", action.response)
+            elif isinstance(action, act.FinishCall | act.FailCall):
+                if action.call in self.calls:
+                    self.calls.remove(action.call)
+                    self._end(action.call, getattr(action, "fault", None))
+                    self.news.append(ev.PrefillCallEnded(action.call))
+            elif isinstance(action, act.OpenTransfer | act.CloseTransfer):
+                self.to_bulk.append(action)
+            elif isinstance(action, act.RunStep):
+                assert self.run is None, "two steps at once"
+                self.run = action
+            elif isinstance(action, act.Changed):
+                self._note(action)
+            else:
+                self._to_decode(action)
+
+    def _to_decode(self, action: act.Action) -> None:
+        if isinstance(action, act.OpenSession):
+            server, name = server_of(action.endpoint), str(action.link)
+            call = self._open("session", server, name, "hello", action.hello)
+            self.sessions[call] = (action.endpoint, action.link)
+        elif isinstance(action, act.SendOnSession):
+            for call in self._session(action.endpoint, action.link):
+                self._say(call, action.message)
+        elif isinstance(action, act.CloseSession):
+            for call in self._session(action.endpoint, action.link):
+                del self.sessions[call]
+                (self._close if action.graceful else self._cancel)(call)
+        elif isinstance(action, act.SendAllocate):
+            body = (action.request, round(action.timeout_s, 6))
+            name = f"{action.key}/{action.ask}"
+            call = self._open("allocate", server_of(action.endpoint), name, "allocate", body)
+            self.allocates[call] = (action, self.now + action.timeout_s)
+        elif isinstance(action, act.CancelAllocate):
+            for call, (asked, _) in list(self.allocates.items()):
+                if (asked.key, asked.ask) == (action.key, action.ask):
+                    del self.allocates[call]
+                    self._cancel(call)
+        elif isinstance(action, act.SendFirstToken):
+            name = f"{action.key}/{action.attempt}"
+            server = server_of(action.endpoint)
+            call = self._open("first", server, name, "first", action.request)
+            self.first_tokens[call] = (action, self.now + action.timeout_s)
+        elif isinstance(action, act.SendRelease):
+            name = f"{action.key}/{action.call}"
+            server = server_of(action.endpoint)
+            call = self._open("release", server, name, "release", action.request)
+            self.releases[call] = (action, self.now + action.timeout_s)
+
+    def _say(self, call: int, message: decode_pb2.SessionRequest) -> None:
+        kind = message.WhichOneof("message")
+        if kind == "heartbeat":
+            # Its number is an echo for people.
+            beat = decode_pb2.Heartbeat(grant_ids=message.heartbeat.grant_ids)
+            message = decode_pb2.SessionRequest(heartbeat=beat)
+        self._up(call, "session", message)
+
+    def _session(self, endpoint: str, link: int) -> list[int]:
+        return [call for call, known in self.sessions.items() if known == (endpoint, link)]
+
+    def _note(self, change: act.Changed) -> None:
+        if change.before is not None and change.after not in TRANSITIONS[change.before]:
+            self._wrong(
+                "terminal states absorb",
+                f"{change.key} went from {change.before.name} to {change.after.name}",
+            )
+
+    # --- the bulk side ---------------------------------------------------------------------------
+
+    def _bulk(self, what: Any) -> None:
+        if isinstance(what, act.OpenTransfer):
+            self._open_stream(what)
+        elif isinstance(what, act.CloseTransfer):
+            sending = self.sendings.pop((what.key, what.shard), None)
+            if sending is not None and sending.call is not None:
+                self._cancel(sending.call)
+            self.news.append(ev.TransferClosed(what.key, what.shard))
+        else:
+            for key, tokens in what:
+                for (other, shard), sending in self.sendings.items():
+                    if other == key:
+                        sending.sender.advance(0, 0, tokens)
+                        self._pump(key, shard, sending)
+
+    def _open_stream(self, action: act.OpenTransfer) -> None:
+        sending = self.sendings.get((action.key, action.shard))
+        if sending is None:
+            sending = _Sending(action, self.config.chunk_bytes)
+            self.sendings[action.key, action.shard] = sending
+        sending.sender.opening(self.now)
+        sending.streams += 1
+        name = f"{action.key}/{action.shard}/{sending.streams}"
+        request = transfer_pb2.TransferRequest(open=action.open)
+        server = server_of(action.endpoint)
+        sending.call = self._open("transfer", server, name, "transfer", request)
+
+    def _pump(self, key: TransferKey, shard: int, sending: _Sending) -> None:
+        sender = sending.sender
+        if sending.call is None:
+            return
+        while (slab := sender.next_slab(self.now)) is not None:
+            table = sender.plan.block_table
+            pieces = self.memory.read(table[slab.block : slab.block + slab.blocks], 0, 0, 1)
+            tokens = min(sender.plan.tokens, (slab.block + slab.blocks) * LAYOUT.block_size)
+            self.memory.tokens(table, tokens, key)
+            header = transfer_pb2.KvChunk(
+                group=slab.group,
+                layer_start=slab.layer,
+                layer_count=slab.layers,
+                block_start=slab.block,
+                block_count=slab.blocks,
+                crc32c=checksum(pieces),
+            )
+            self._up(sending.call, "chunk", (header, b"".join(pieces)))
+        end = sender.end(self.now)
+        if end is not None:
+            said = transfer_pb2.TransferEnd(chunks=end[0], bytes=end[1])
+            self._up(sending.call, "transfer", transfer_pb2.TransferRequest(end=said))
+
+    def _stream(self, call: int, message: Message) -> None:
+        for (key, shard), sending in list(self.sendings.items()):
+            if sending.call == call:
+                self._hear(key, shard, sending, message)
+                return
+
+    def _hear(self, key: TransferKey, shard: int, sending: _Sending, message: Message) -> None:
+        sender = sending.sender
+        if message.kind in (END, BROKEN):
+            early = TransportFault(Code.UNAVAILABLE, "the stream ended before it was complete")
+            self._stream_broken(key, shard, sending, message.body or early)
+            return
+        response = message.body
+        kind = response.WhichOneof("message")
+        if kind == "completed":
+            if sender.completed():
+                del self.sendings[key, shard]
+                self.news.append(ev.TransferCompleted(key, shard))
+            else:
+                self._stream_broken(key, shard, sending, Fault(Reason.WRONG_STATE, "too early"))
+            return
+        if kind == "opened":
+            news = sender.opened(
+                _slabs(response.opened.verified), response.opened.window_bytes, self.now
+            )
+        else:
+            news = _slabs(response.ack.ranges)
+            sender.acked(news, response.ack.accepted_bytes, self.now)
+        if news or kind == "ack":
+            self.news.append(ev.KvAcked(key, shard, news, sender.acked_bytes))
+        self._pump(key, shard, sending)
+
+    def _stream_broken(
+        self, key: TransferKey, shard: int, sending: _Sending, fault: Fault | TransportFault
+    ) -> None:
+        sending.call = None
+        sending.sender.broken()
+        self.news.append(ev.TransferBroken(key, shard, fault))
+
+    # --- what must hold --------------------------------------------------------------------------
+
+    def _check(self) -> None:
+        self.pool.check()
+        requests = self.machine.requests
+        for key, record in requests.in_flight.items():
+            if record.state in _EARLY and record.holding is not None:
+                self._wrong("no hold and wait", f"{key} holds blocks in {record.state.name}")
+            if requests.timers.at(Timer("budget", key)) is None:
+                self._wrong("no state without a timer", f"{key} in {record.state.name}")
+            if record.state.terminal:
+                self._wrong("terminal states absorb", f"{key} is in flight and has ended")
+        held = {id(record.holding) for record in requests.in_flight.values()}
+        held |= {id(record.holding) for record in requests._lingering.values()}
+        if any(id(holding) not in held for holding in self.pool.holdings()):
+            self._wrong("conservation", f"nobody has {self.pool.holdings()}")
+
+
+def _slabs(ranges: Any) -> list[Slab]:
+    return [
+        Slab(r.group, r.layer_start, r.layer_count, r.block_start, r.block_count) for r in ranges
+    ]
+
+
+def prefill_request(
+    key: TransferKey, prompt: tuple[int, ...], decodes: list[tuple[str, str]], **fields: Any
+) -> prefill_pb2.PrefillRequest:
+    """What a router asks of P; `decodes` are names and endpoints."""
+    return prefill_pb2.PrefillRequest(
+        ref=types_pb2.TransferRef(transfer_id=key.transfer_id, attempt=key.attempt),
+        token_ids=prompt,
+        decodes=[prefill_pb2.DecodeTarget(name=n, endpoint=e) for n, e in decodes],
+        **fields,
+    )

@@ -1,0 +1,141 @@
+"""A process of the world: a machine with a shell that speaks to the modelled wire.
+
+What the shells of the servers do with sockets and threads is done here step by step: the control
+loop hears the wire, the engine and the bulk side are served when the world says so, and between any
+two steps anything else may happen.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections import Counter
+from dataclasses import dataclass
+from typing import Any, NamedTuple, TypeAlias
+
+from pd_grpc.protocol.faults import Fault, TransportFault
+from pd_grpc.testing.explorer.digest import EPOCH_OF_TIME
+from pd_grpc.testing.explorer.kv import WrongKv
+from pd_grpc.testing.explorer.wire import CANCEL, CLOSE, DOWN, END, OPEN, UP, Interned, Op, as_sent
+
+DEFECTS = (
+    AssertionError,
+    AttributeError,
+    LookupError,
+    RuntimeError,
+    TypeError,
+    ValueError,
+    Fault,
+    TransportFault,
+)
+"""What a machine must not raise, whatever happens."""
+
+
+class Violation(NamedTuple):
+    """An invariant that does not hold."""
+
+    invariant: str
+    text: str
+
+
+_MICROSECOND = 1e-6
+"""The least that time can pass."""
+
+Input: TypeAlias = tuple[Any, ...]
+"""What happens to a process: ("up" or "down", call, message), ("elapse", seconds), or the name of a
+step of its own."""
+
+
+@dataclass(frozen=True)
+class Looks:
+    """What of a process's state others may see: its own steps that are possible, when it must be
+    woken (seconds from now), whether nothing of a request is left in it, and what it knows."""
+
+    steps: tuple[str, ...]
+    wake_s: float | None
+    settled: bool
+    facts: Any
+
+
+class Process(ABC):
+    """One process, from its start to its crash. `epoch` tells it from its successors."""
+
+    def __init__(self, name: str, epoch: int, ids: Interned) -> None:
+        self.name = name
+        self.epoch = epoch
+        self.now = EPOCH_OF_TIME
+        self._ids = ids
+        self._ops: list[Op] = []
+        self._violations: list[Violation] = []
+        self._opened: Counter[tuple[str, str, str]] = Counter()
+
+    def take(self, happens: Input) -> tuple[tuple[Op, ...], tuple[Violation, ...]]:
+        """Let something happen; what it does to the wire, and what is wrong."""
+        if happens[0] == "elapse":
+            self.now = round(self.now + happens[1], 6)
+            return (), ()
+        try:
+            self._happen(happens)
+            self._check()
+        except WrongKv as wrong:
+            self._wrong("no token from unverified KV", str(wrong))
+        except DEFECTS as defect:
+            self._wrong("no machine raises", f"{type(defect).__name__}: {defect}")
+        ops, violations = tuple(self._ops), tuple(self._violations)
+        self._ops, self._violations = [], []
+        return ops, violations
+
+    @abstractmethod
+    def looks(self) -> Looks:
+        """What it looks like now."""
+
+    @abstractmethod
+    def left_over(self) -> list[str]:
+        """What it still holds though everything is over; empty when all is well."""
+
+    @abstractmethod
+    def _happen(self, happens: Input) -> None:
+        """Carry it out."""
+
+    @abstractmethod
+    def _check(self) -> None:
+        """See that what must hold at any time does."""
+
+    def _wrong(self, invariant: str, text: str) -> None:
+        self._violations.append(Violation(invariant, f"{self.name}: {text}"))
+
+    # --- the wire --------------------------------------------------------------------------------
+
+    def _open(self, kind: str, server: str, name: str, message: str, body: Any) -> int:
+        self._opened[kind, server, name] += 1
+        again = self._opened[kind, server, name]
+        name = f"{self.epoch}/{name}" if again == 1 else f"{self.epoch}/{name}/{again}"
+        call = self._ids.call(kind, self.name, server, name)
+        self._ops.append(Op(OPEN, call, self._ids.message(message, body)))
+        return call
+
+    def _up(self, call: int, message: str, body: Any = None) -> None:
+        self._ops.append(Op(UP, call, self._ids.message(message, body)))
+
+    def _down(self, call: int, message: str, body: Any = None) -> None:
+        self._ops.append(Op(DOWN, call, self._ids.message(message, body)))
+
+    def _end(self, call: int, fault: Fault | None) -> None:
+        self._ops.append(Op(END, call, self._ids.message(END, as_sent(fault))))
+
+    def _cancel(self, call: int) -> None:
+        self._ops.append(Op(CANCEL, call))
+
+    def _close(self, call: int) -> None:
+        self._ops.append(Op(CLOSE, call))
+
+    def _wake_s(self, *moments: float | None) -> float | None:
+        known = [at for at in moments if at is not None]
+        if not known:
+            return None
+        left_s = min(known) - self.now
+        return max(_MICROSECOND, round(left_s, 6)) if left_s > 0 else 0.0
+
+
+def server_of(endpoint: str) -> str:
+    """The process behind an endpoint."""
+    return endpoint.partition(":")[0]

@@ -1,0 +1,111 @@
+"""Which processes there are, what their clients want, and what may go wrong."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from pd_grpc.protocol.config import DecodeConfig, PrefillConfig, RouterConfig
+from pd_grpc.router.policies import LeastLoad, Pairing, Target, pair
+from pd_grpc.testing.explorer.client_process import Wish
+from pd_grpc.testing.explorer.kv import BLOCK
+
+FAULTS = ("lose", "repeat", "stall", "freeze", "crash", "leave", "fail")
+"""What may go wrong: a call is lost with what is on its way, a request comes twice, a call is
+delayed as long as one likes, a process is stopped or killed, a client leaves, an engine raises."""
+
+TIMES: dict[str, Any] = {
+    "request_budget_s": 20.0,
+    "backoff_jitter": 0.0,
+    "tombstone_s": 60.0,
+    "session_idle_s": 300.0,
+}
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """`requests` are, for each client, the numbers of its P and of its Ds in order of preference;
+    None leaves them to the router's policy."""
+
+    prefills: int = 2
+    decodes: int = 2
+    requests: tuple[tuple[int, tuple[int, ...]] | None, ...] = (None, None)
+    prompts: tuple[int, ...] = (3, 3)
+    """Tokens of each client's prompt."""
+    max_tokens: int = 2
+    prefill_blocks: int = 6
+    decode_blocks: int = 3
+    chunk_tokens: int = 4
+    budget_s: float = 20.0
+    faults: tuple[str, ...] = FAULTS
+
+    @property
+    def names(self) -> list[str]:
+        """Every process, Ps first, then Ds, then clients."""
+        return [
+            *(f"p{i + 1}" for i in range(self.prefills)),
+            *(f"d{i + 1}" for i in range(self.decodes)),
+            *(f"c{i + 1}" for i in range(len(self.requests))),
+        ]
+
+    def prefill_config(self) -> PrefillConfig:
+        """Of every P."""
+        return PrefillConfig(
+            engine="sim",
+            block_size=BLOCK,
+            num_blocks=self.prefill_blocks,
+            chunk_tokens=self.chunk_tokens,
+            prefill_batch=2,
+            **TIMES,
+        )
+
+    def decode_config(self) -> DecodeConfig:
+        """Of every D."""
+        return DecodeConfig(
+            engine="sim",
+            block_size=BLOCK,
+            num_blocks=self.decode_blocks,
+            chunk_tokens=self.chunk_tokens,
+            **TIMES,
+        )
+
+    def router_config(self) -> RouterConfig:
+        """Of the router."""
+        return RouterConfig(engine="sim", **TIMES)
+
+    def wishes(self) -> Iterator[Wish]:
+        """What each client wants, and where it is sent."""
+        prefills = [Target(f"p{i + 1}", f"p{i + 1}:1") for i in range(self.prefills)]
+        decodes = [Target(f"d{i + 1}", f"d{i + 1}:1") for i in range(self.decodes)]
+        prefill_load, decode_load = LeastLoad(), LeastLoad()
+        for i, request in enumerate(self.requests):
+            if request is None:
+                pairing = pair(prefills, decodes, prefill_load, decode_load, False)
+            else:
+                first, *others = (decodes[d] for d in request[1])
+                pairing = Pairing(prefills[request[0]], first, tuple(others))
+            length = self.prompts[i % len(self.prompts)]
+            prompt = tuple(20 * (i + 1) + token for token in range(length))
+            assert pairing.prefill is not None
+            prefill_load.charge(pairing.prefill.endpoint, length)
+            decode_load.charge(pairing.decode.endpoint, length + self.max_tokens)
+            yield Wish(prompt, self.max_tokens, pairing, self.budget_s)
+
+
+SMALL = Scenario(prefills=1, decodes=1, requests=((0, (0,)),), prompts=(3,))
+"""One of each, and one request."""
+
+TWO_DECODES = Scenario(prefills=1, decodes=2, requests=((0, (0, 1)), (0, (1,))))
+"""Two Ds behind one P; the first request may turn to either."""
+
+ONE_DECODE = Scenario(prefills=2, decodes=1, requests=((0, (0,)), (1, (0,))))
+"""Two Ps before one D, whose blocks are enough for one request at a time."""
+
+FULL = (
+    Scenario(),
+    Scenario(requests=((0, (0, 1)), (1, (0, 1)))),
+    Scenario(requests=((0, (0, 1)), (0, (0, 1)))),
+    Scenario(requests=((0, (0, 1)), (0, (1, 0)))),
+)
+"""Two of each and two requests, in every way to pair them."""

@@ -1,0 +1,341 @@
+"""The world: processes, the wire between them, and everything that can happen next.
+
+A state is a tuple of small numbers: a state of each process, the wire, who is frozen, and who was
+touched by a fault. A process that is down is a negative number, its number of crashes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any, TypeAlias
+
+from pd_grpc.protocol.refs import TransferKey
+from pd_grpc.testing.explorer.agreement import disagreements
+from pd_grpc.testing.explorer.client_process import ClientProcess, Wish
+from pd_grpc.testing.explorer.decode_process import DecodeProcess
+from pd_grpc.testing.explorer.locals import Locals
+from pd_grpc.testing.explorer.prefill_process import PrefillProcess
+from pd_grpc.testing.explorer.process import Input, Looks, Process, Violation
+from pd_grpc.testing.explorer.scenario import Scenario
+from pd_grpc.testing.explorer.wire import GHOST, STALLED, Interned, Line, Wire, WireRules
+
+State: TypeAlias = tuple[int, ...]
+Move: TypeAlias = tuple[Any, ...]
+
+UNARY = frozenset({"allocate", "first", "release"})
+FIRST_EPOCH = 100
+PATIENCE = 400
+"""How often time may pass before everything that was begun must have ended."""
+
+
+class World:
+    """Everything that can happen in a scenario."""
+
+    def __init__(self, scenario: Scenario, merge: bool = True) -> None:
+        self.scenario = scenario
+        self.ids = Interned()
+        self.rules = WireRules(self.ids)
+        self.locals = Locals(merge)
+        self.names = scenario.names
+        self._index = {name: i for i, name in enumerate(self.names)}
+        self._first_client = scenario.prefills + scenario.decodes
+        self.routes = [
+            (
+                self._first_client + i,
+                self._index[w.pairing.prefill.name],
+                self._index[w.pairing.decode.name],
+            )
+            for i, w in enumerate(scenario.wishes())
+            if w.pairing.prefill is not None
+        ]
+        """Of each client its own number, and those of its P and its first D."""
+        self._wires: list[Wire] = []
+        self._wire_numbers: dict[Wire, int] = {}
+        self._begun: dict[tuple[int, int], int] = {}
+        self._good: set[State] = set()
+        self._made: list[Callable[[int], Process]] = list(self._makers())
+
+    def root(self) -> State:
+        """Everybody is up, and nothing has been asked yet."""
+        count = len(self.names)
+        return (*(self._begin(i, 0) for i in range(count)), self._wire(()), 0, 0)
+
+    def _makers(self) -> Iterator[Callable[[int], Process]]:
+        scenario = self.scenario
+        epochs = dict.fromkeys(self.names, FIRST_EPOCH)
+        for name in self.names[: scenario.prefills]:
+            config = scenario.prefill_config()
+            yield partial(_prefill, name, self.ids, config)
+        for name in self.names[scenario.prefills : self._first_client]:
+            yield partial(_decode, name, self.ids, scenario.decode_config())
+        for i, wish in enumerate(scenario.wishes()):
+            name = self.names[self._first_client + i]
+            key = TransferKey(f"t{i + 1}", 1)
+            router = scenario.router_config()
+            yield partial(_client, name, self.ids, key, wish, epochs, router)
+
+    # --- looking ---------------------------------------------------------------------------------
+
+    def wire(self, state: State) -> Wire:
+        """What is on its way."""
+        return self._wires[state[-3]]
+
+    def looks(self, state: State, i: int) -> Looks | None:
+        """What a process looks like; None while it is down."""
+        return self.locals.all[state[i]].looks if state[i] >= 0 else None
+
+    def process(self, state: State, name: str) -> Process:
+        """A process that is up, to be looked at."""
+        return self.locals.process(state[self._index[name]])
+
+    def frozen(self, state: State, i: int) -> bool:
+        """Whether a process is stopped."""
+        return bool(state[-2] >> i & 1)
+
+    def runs(self, state: State, i: int) -> bool:
+        """Whether a process is up and not stopped."""
+        return state[i] >= 0 and not self.frozen(state, i)
+
+    def settled(self, state: State) -> bool:
+        """Whether everything is over: nothing but idle sessions is left."""
+        if state[-2] or any(
+            looks is not None and not looks.settled
+            for looks in (self.looks(state, i) for i in range(len(self.names)))
+        ):
+            return False
+        calls = self.ids.calls
+        return all(
+            calls[line.call].kind == "session" and not line.up and not line.down
+            for line in self.wire(state)
+        )
+
+    # --- what can happen -------------------------------------------------------------------------
+
+    def moves(self, state: State) -> list[Move]:
+        """What can happen without a fault."""
+        found: list[Move] = []
+        for line in self.wire(state):
+            who = self.ids.calls[line.call]
+            if line.flags & STALLED:
+                continue
+            if line.up and not self.frozen(state, self._index[who.server]):
+                found.append(("up", line.call))
+            if line.down and not self.frozen(state, self._index[who.client]):
+                found.append(("down", line.call))
+        for i in range(len(self.names)):
+            if self.runs(state, i):
+                found += [(step, i) for step in self.locals.all[state[i]].looks.steps]
+        if not found and self._wake_s(state) is not None:
+            found.append(("pass",))
+        return found + self._ends_of_faults(state)
+
+    def _ends_of_faults(self, state: State) -> list[Move]:
+        found: list[Move] = []
+        for i in range(len(self.names)):
+            if state[i] < 0:
+                found.append(("restart", i))
+            elif self.frozen(state, i):
+                found.append(("thaw", i))
+        found += [("resume", line.call) for line in self.wire(state) if line.flags & STALLED]
+        return found
+
+    def is_quiet(self, moves: list[Move]) -> bool:
+        """Whether nothing happens, of all these moves, unless time passes or a fault ends."""
+        return not moves or moves[0][0] in ("pass", "restart", "thaw", "resume")
+
+    def faults(self, state: State) -> list[Move]:
+        """What can go wrong."""
+        kinds, found = self.scenario.faults, list[Move]()
+        for line in self.wire(state):
+            found += self._call_faults(line, kinds)
+        for i in range(len(self.names)):
+            if not self.runs(state, i):
+                continue
+            looks = self.locals.all[state[i]].looks
+            if i >= self._first_client:
+                if "leave" in kinds and not looks.settled:
+                    found.append(("leave", i))
+                continue
+            if "crash" in kinds:
+                found += [("crash", i, True), ("crash", i, False)]
+            if "freeze" in kinds:
+                found.append(("freeze", i))
+            if "fail" in kinds and "step" in looks.steps:
+                found.append(("fail", i))
+        return found
+
+    def _call_faults(self, line: Line, kinds: tuple[str, ...]) -> Iterator[Move]:
+        who = self.ids.calls[line.call]
+        if "lose" in kinds and not line.flags & GHOST:
+            yield ("lose", line.call)
+        if "stall" in kinds and not line.flags & STALLED and (line.up or line.down):
+            yield ("stall", line.call)
+        again = who.kind in UNARY and not who.name.endswith("~") and bool(line.up)
+        if "repeat" in kinds and again and self.ids.messages[line.up[0]].kind == who.kind:
+            yield ("repeat", line.call)
+
+    def label(self, move: Move) -> str:
+        """A move in words that mean the same in every run."""
+        kind, *what = move
+        if kind in ("up", "down", "lose", "stall", "resume", "repeat"):
+            return f"{kind} {self.ids.calls[what[0]]}"
+        if kind == "crash":
+            return f"crash {self.names[what[0]]} {'late' if what[1] else 'at once'}"
+        return " ".join([kind, *(self.names[i] for i in what)])
+
+    # --- what comes of it ------------------------------------------------------------------------
+
+    def after(self, state: State, move: Move) -> tuple[State, tuple[Violation, ...]]:
+        """The state that a move leads to, and what is wrong with it."""
+        kind = move[0]
+        if kind in ("up", "down"):
+            return self._deliver(state, move[1], kind == "up")
+        if kind == "pass":
+            return self._pass(state), ()
+        wire = self.wire(state)
+        if kind in ("lose", "repeat", "stall", "resume"):
+            return self._on_the_wire(state, wire, kind, move[1]), ()
+        i = move[1]
+        if kind == "restart":
+            return self._with(state, i, self._begin(i, -state[i])), ()
+        if kind in ("freeze", "thaw"):
+            touched = state[-1] | 1 << i
+            return (*state[:-2], state[-2] ^ 1 << i, touched), ()
+        if kind == "crash":
+            wire = self.rules.crashed(wire, self.names[i], move[2])
+            crashes = 1 + self.locals.process(state[i]).epoch - FIRST_EPOCH
+            gone = self._with(state, i, -crashes, wire)
+            return (*gone[:-2], gone[-2] & ~(1 << i), gone[-1] | 1 << i), ()
+        if kind in ("leave", "fail"):
+            state = (*state[:-1], state[-1] | 1 << i)
+        return self._happen(state, i, (kind,))
+
+    def _deliver(self, state: State, call: int, up: bool) -> tuple[State, tuple[Violation, ...]]:
+        who = self.ids.calls[call]
+        i = self._index[who.server if up else who.client]
+        wire = self.wire(state)
+        if state[i] < 0:
+            return self._with(state, i, state[i], self.rules.refused(wire, call)), ()
+        wire, message = self.rules.delivered(wire, call, up)
+        heard = self._with(state, i, state[i], wire)
+        return self._happen(heard, i, ("up" if up else "down", call, message))
+
+    def _happen(self, state: State, i: int, happens: Input) -> tuple[State, tuple[Violation, ...]]:
+        after, ops, violations = self.locals.step(state[i], happens)
+        if not ops:
+            return self._with(state, i, after), violations
+        return self._with(state, i, after, self.rules.perform(self.wire(state), ops)), violations
+
+    def _on_the_wire(self, state: State, wire: Wire, kind: str, call: int) -> State:
+        if kind == "lose":
+            wire = self.rules.lost(wire, call)
+        elif kind == "repeat":
+            wire = self.rules.repeated(wire, call)
+        else:
+            wire = self.rules.stalled(wire, call, kind == "stall")
+        touched = state[-1]
+        who = self.ids.calls[call]
+        for name in (who.client, who.server):
+            touched |= 1 << self._index[name]
+        return (*state[:-3], self._wire(wire), state[-2], touched)
+
+    def _wake_s(self, state: State) -> float | None:
+        wakes = [
+            self.locals.all[state[i]].looks.wake_s
+            for i in range(len(self.names))
+            if self.runs(state, i)
+        ]
+        return min((at for at in wakes if at is not None), default=None)
+
+    def _pass(self, state: State) -> State:
+        wake_s = self._wake_s(state)
+        assert wake_s is not None and wake_s > 0
+        moved = [
+            number if number < 0 else self.locals.step(number, ("elapse", wake_s))[0]
+            for number in state[: len(self.names)]
+        ]
+        return (*moved, *state[-3:])
+
+    def _with(self, state: State, i: int, local: int, wire: Wire | None = None) -> State:
+        number = state[-3] if wire is None else self._wire(wire)
+        return (*state[:i], local, *state[i + 1 : -3], number, state[-2], state[-1])
+
+    def _wire(self, wire: Wire) -> int:
+        number = self._wire_numbers.get(wire)
+        if number is None:
+            number = self._wire_numbers[wire] = len(self._wires)
+            self._wires.append(wire)
+        return number
+
+    def _begin(self, i: int, crashes: int) -> int:
+        number = self._begun.get((i, crashes))
+        if number is None or not self.locals.merges:
+            make = partial(self._made[i], FIRST_EPOCH + crashes)
+            number = self._begun[i, crashes] = self.locals.begin(make)
+        return number
+
+    # --- what must hold in quiet, and at the end -------------------------------------------------
+
+    def wrong_in_quiet(self, state: State) -> list[Violation]:
+        """What somebody does not know though nothing is on its way."""
+        return disagreements(self, state)
+
+    def wrong_at_the_end(self, state: State) -> tuple[list[Move], list[Violation]]:
+        """Let every fault end and time pass until everything is over: what is wrong then or on the
+        way, and the moves to there."""
+        path: list[Move] = []
+        trail: list[State] = []
+        passes = 0
+        while state not in self._good:
+            trail.append(state)
+            if self.settled(state):
+                break
+            moves = self.moves(state)
+            ends = [m for m in moves if m[0] in ("thaw", "resume")]
+            going = [m for m in moves if m[0] != "restart"]
+            if not going or passes > PATIENCE:
+                return path, [*self._left_over(state, "everything ends")]
+            move = ends[0] if ends else going[0]
+            passes += move[0] == "pass"
+            path.append(move)
+            state, violations = self.after(state, move)
+            if violations:
+                return path, list(violations)
+        if trail and state not in self._good:
+            left = self._left_over(state, "everything is returned")
+            if left:
+                return path, left
+        if self.locals.merges:
+            self._good.update(trail)
+        return path, []
+
+    def _left_over(self, state: State, invariant: str) -> list[Violation]:
+        found = []
+        for i in range(len(self.names)):
+            if state[i] >= 0:
+                left = self.locals.process(state[i]).left_over()
+                found += [Violation(invariant, each) for each in left]
+        if not found and invariant == "everything ends":
+            found.append(Violation(invariant, "nothing can happen, and it is not over"))
+        return found
+
+
+def _prefill(name: str, ids: Interned, config: Any, epoch: int) -> Process:
+    return PrefillProcess(name, epoch, ids, config)
+
+
+def _decode(name: str, ids: Interned, config: Any, epoch: int) -> Process:
+    return DecodeProcess(name, epoch, ids, config)
+
+
+def _client(
+    name: str,
+    ids: Interned,
+    key: TransferKey,
+    wish: Wish,
+    epochs: dict[str, int],
+    config: Any,
+    epoch: int,
+) -> Process:
+    return ClientProcess(name, epoch, ids, key, wish, epochs, config)

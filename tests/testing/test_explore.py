@@ -1,0 +1,60 @@
+"""The explorer finds nothing wrong with P, D and the router, and walks the same way twice."""
+
+from __future__ import annotations
+
+import pytest
+
+from pd_grpc.testing.explore import explore, replay, walk
+from pd_grpc.testing.explorer.report import Report
+from pd_grpc.testing.explorer.scenario import FULL, ONE_DECODE, SMALL, TWO_DECODES, Scenario
+from pd_grpc.testing.explorer.walks import NoSuchMove
+
+
+def is_clean(report: Report) -> None:
+    assert not report.found, "\n".join(report.lines())
+
+
+def test_one_request_goes_well_in_every_order_without_a_fault() -> None:
+    report = explore(states=200_000, scenarios=[SMALL], most_faults=0)
+
+    is_clean(report)
+    (searched,) = report.searches
+    assert [layer.whole for layer in searched.layers] == [True]
+    assert report.states > 10_000
+
+
+@pytest.mark.parametrize("scenario", [SMALL, ONE_DECODE, TWO_DECODES, FULL[0]])
+def test_nothing_goes_wrong_in_a_short_search_with_faults(scenario: Scenario) -> None:
+    report = explore(states=20_000, scenarios=[scenario], most_faults=2)
+
+    is_clean(report)
+    assert report.states >= 20_000
+
+
+def test_nothing_goes_wrong_on_random_walks() -> None:
+    report = explore(states=0, walks=120, seed=1)
+
+    is_clean(report)
+    assert report.walk_faults > 120
+    assert report.walk_moves > 120 * 20
+
+
+def test_a_seed_walks_the_same_way_every_time() -> None:
+    first, second = (walk(FULL[1], 11) for _ in range(2))
+
+    assert first == second
+    assert first.moves != walk(FULL[1], 12).moves
+
+
+def test_the_moves_of_a_walk_can_be_made_again() -> None:
+    walked = walk(TWO_DECODES, 4)
+
+    world, state, wrong = replay(TWO_DECODES, walked.moves)
+
+    assert not wrong
+    assert world.settled(state)
+
+
+def test_a_move_that_cannot_be_made_is_named() -> None:
+    with pytest.raises(NoSuchMove, match="move 0, 'thaw p1'"):
+        replay(SMALL, ["thaw p1"])
