@@ -52,6 +52,7 @@ async def test_stopping_ends_allocates_in_flight_and_d_forgets_them() -> None:
             asyncio.create_task(cluster.run(p, d, request_to(d, random_seed=n))) for n in range(10)
         ]
         pool = p.machine.placement.pool
+        await until(lambda: len(p.view.transfers()) == len(d.view.transfers()) == len(legs))
         await until(lambda: pool.in_flight == 4 and len(d.machine.ledger.reservations) == 4)
         await asyncio.wait_for(cluster.stop(p), 10)
         # Those too that P had not asked D for yet: their clients wait there all the same.
