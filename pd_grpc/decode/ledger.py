@@ -25,7 +25,7 @@ from pd_grpc.decode.checks import draining
 from pd_grpc.decode.deadlines import OfServer, OfTransfer, TimerKey, TransferTimer
 from pd_grpc.decode.reservations import Reservations
 from pd_grpc.decode.scheduler import Scheduler
-from pd_grpc.decode.sessions import Sessions
+from pd_grpc.decode.sessions import Session, Sessions
 from pd_grpc.decode.states import TRANSITIONS, DecodeState
 from pd_grpc.decode.transfer import Ended, Transfer, Undelivered, timings_of, usage_of
 from pd_grpc.engine.stopping import Finish
@@ -74,6 +74,7 @@ class Ledger:
         self._decode_epoch = decode_epoch
         self._by_key: dict[TransferKey, str] = {}
         self._attempts: dict[str, int] = {}
+        self._ended_grants: dict[str, TransferKey] = {}
         self._quarantine: dict[str, tuple[Holding, set[str]]] = {}
 
     def act(self, action: Action) -> None:
@@ -214,6 +215,9 @@ class Ledger:
         self._give_back(transfer, fault)
         self._forget(transfer)
         self.tombstones.add(transfer.key, epitaph, self.now)
+        self._ended_grants[transfer.grant_id] = transfer.key
+        while len(self._ended_grants) > self.config.tombstones:
+            del self._ended_grants[next(iter(self._ended_grants))]
 
     def drop(self, transfer: Transfer, fault: Fault | None) -> None:
         """End a transfer that never held anything, without a tombstone, so that it may be asked for
@@ -224,6 +228,14 @@ class Ledger:
         self._end_client(transfer, fault, None)
         self._give_back(transfer, fault)
         self._forget(transfer)
+
+    def tell_again(self, grant_id: str, session: Session) -> None:
+        """P holds a grant whose transfer has ended: the word of that did not reach it. Nothing is
+        said of a grant that is not remembered, or was another's."""
+        key = self._ended_grants.get(grant_id)
+        ended = None if key is None else self.tombstones.get(key, self.now)
+        if key is not None and ended is not None and ended.peer == session.owner.name:
+            self._tell(session, key, ended.state, ended.fault)
 
     def emit(self, transfer: Transfer) -> None:
         """Show the client what is held for it."""
@@ -248,13 +260,18 @@ class Ledger:
     def _tell_prefill(self, transfer: Transfer, fault: Fault | None) -> None:
         owner = transfer.owner
         session = None if owner is None else self.sessions.of_owner(owner)
-        if session is None or session.stream is None:
+        if session is not None:
+            self._tell(session, transfer.key, transfer.state, fault)
+
+    def _tell(
+        self, session: Session, key: TransferKey, state: DecodeState, fault: Fault | None
+    ) -> None:
+        if session.stream is None:
             return
-        ref = self.ref(transfer.key)
         ended = decode_pb2.TransferEnded(
-            ref=ref,
+            ref=self.ref(key),
             status=None if fault is None else fault.status(),
-            state=transfer.state.wire,
+            state=state.wire,
         )
         self.act(SessionSend(session.stream, decode_pb2.SessionResponse(transfer_ended=ended)))
 

@@ -56,7 +56,8 @@ class SessionDesk:
             ledger.act(SessionSend(event.stream, decode_pb2.SessionResponse(drain=ledger.drain())))
 
     def heartbeat(self, event: HeartbeatReceived) -> None:
-        """Renew the listed grants alone, and name those that are unknown."""
+        """Renew the listed grants alone, and name those that are unknown; of what has ended say
+        first how, for P would take it for lost otherwise."""
         ledger = self._ledger
         session = ledger.sessions.of_stream(event.stream)
         if session is None:
@@ -64,6 +65,8 @@ class SessionDesk:
             return
         self._expect_heartbeat(event.stream)
         unknown = [g for g in event.heartbeat.grant_ids if not self._renew(session, g)]
+        for grant_id in unknown:
+            ledger.tell_again(grant_id, session)
         ack = decode_pb2.HeartbeatAck(sequence=event.heartbeat.sequence, unknown_grant_ids=unknown)
         ledger.act(SessionSend(event.stream, decode_pb2.SessionResponse(heartbeat_ack=ack)))
         load = self._load()

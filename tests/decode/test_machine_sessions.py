@@ -8,7 +8,7 @@ import pytest
 
 from pd_grpc.decode import events as ev
 from pd_grpc.decode.states import DecodeState as S
-from pd_grpc.protocol.faults import Code, Fault, Reason
+from pd_grpc.protocol.faults import Code, Fault, Reason, read_status
 from pd_grpc.protocol.messages import duration, layout_to_proto
 from pd_grpc.v1 import decode_pb2, layout_pb2, types_pb2
 from tests.decode.harness import Harness
@@ -336,6 +336,40 @@ def test_the_ack_names_grants_that_are_unknown(d: Harness, p: Prefill) -> None:
     assert p.heartbeat(grant, "g-none") == ["g-none"]
     p.release(Request())
     assert p.heartbeat(grant) == [grant]
+
+
+def test_an_end_that_p_has_missed_is_told_when_it_comes_back(d: Harness, p: Prefill) -> None:
+    client = d.generate(request := Request())
+    grant = p.granted(request)
+    p.breaks()
+    d.leave(client)
+    p.join()
+    assert p.heartbeat(grant) == [grant]
+    (ended,) = d.ended_for(p.stream)
+    assert (ended.ref, ended.state) == (request.ref, S.RELEASED.wire)
+    fault = read_status(ended.status)
+    assert isinstance(fault, Fault) and fault.reason is Reason.CLIENT_GONE
+    kinds = [message.WhichOneof("message") for message in d.told[p.stream]]
+    assert kinds.index("transfer_ended") < kinds.index("heartbeat_ack")
+
+
+def test_the_end_of_anothers_transfer_is_nobodys_business(d: Harness, p: Prefill) -> None:
+    client = d.generate(request := Request())
+    grant = p.granted(request)
+    d.leave(client)
+    other = Prefill(d, "p2")
+    assert other.heartbeat(grant, "g-none") == [grant, "g-none"]
+    assert d.ended_for(other.stream) == []
+
+
+def test_an_end_that_is_forgotten_is_not_told_again(d: Harness, p: Prefill) -> None:
+    client = d.generate(request := Request())
+    grant = p.granted(request)
+    d.leave(client)
+    d.advance_alive(p, 61)
+    told = len(d.ended_for(p.stream))
+    assert p.heartbeat(grant) == [grant]
+    assert len(d.ended_for(p.stream)) == told == 1
 
 
 def test_a_grant_that_was_handed_off_is_known(d: Harness, p: Prefill) -> None:

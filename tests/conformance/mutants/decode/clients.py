@@ -73,7 +73,7 @@ def an_absent_client_is_a_release(patch: pytest.MonkeyPatch) -> None:
 
 @mutant("D606", attach_s=0.3)
 def p_does_not_hear_of_ends(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Ledger, "_tell_prefill", lambda self, transfer, fault: None)
+    patch.setattr(Ledger, "_tell", lambda self, session, key, state, fault: None)
 
 
 @mutant("D607")

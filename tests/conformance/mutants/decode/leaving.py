@@ -50,7 +50,7 @@ def an_allocate_hears_no_cause(patch: pytest.MonkeyPatch) -> None:
 
 @mutant("D622")
 def ends_of_grants_are_not_told(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Ledger, "_tell_prefill", lambda self, transfer, fault: None)
+    patch.setattr(Ledger, "_tell", lambda self, session, key, state, fault: None)
 
 
 @mutant("D623")
@@ -62,6 +62,7 @@ def a_stream_is_told_and_the_session_is_not(patch: pytest.MonkeyPatch) -> None:
             right(self, transfer, fault)
 
     patch.setattr(Ledger, "_tell_prefill", wrong)
+    patch.setattr(Ledger, "tell_again", lambda self, grant_id, session: None)
 
 
 @mutant("D624")

@@ -256,7 +256,7 @@ def any_chunk_renews_the_lease(patch: pytest.MonkeyPatch) -> None:
 
 @mutant("D323")
 def the_session_hears_of_no_end(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Ledger, "_tell_prefill", lambda self, transfer, fault: None)
+    patch.setattr(Ledger, "_tell", lambda self, session, key, state, fault: None)
 
 
 @mutant("D324")
