@@ -11,19 +11,20 @@ LOOKED_FOR_S = 5.0
 
 @dataclass(frozen=True)
 class Harm:
-    """Something the router ought to notice: of which instance, and when it began, in monotonic
-    seconds."""
+    """Something the router ought to notice: of which instance, when it began, in monotonic seconds,
+    and what it is in words."""
 
     instance: str
     began_at: float
+    what: str
 
 
 def detection_times(
     harms: Sequence[Harm], changes: Sequence[tuple[float, str, bool]]
-) -> tuple[list[float], int]:
+) -> tuple[list[float], list[str]]:
     """Seconds from the beginning of each harm until the router took the instance for not ready, and
-    how many it did not within `LOOKED_FOR_S`. `changes` are (time, instance, ready)."""
-    times = []
+    what it did not within `LOOKED_FOR_S`. `changes` are (time, instance, ready)."""
+    times, unnoticed = [], []
     for harm in harms:
         noticed = [
             at
@@ -32,4 +33,6 @@ def detection_times(
         ]
         if noticed:
             times.append(min(noticed) - harm.began_at)
-    return times, len(harms) - len(times)
+        else:
+            unnoticed.append(harm.what)
+    return times, unnoticed

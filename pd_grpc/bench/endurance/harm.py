@@ -52,25 +52,26 @@ class Harmer:
             self.fleet.thaw(fault.target)
             noticeable = fault.lasts_s >= NOTICED_FROM_S
         elif fault.kind is FaultKind.CUT:
-            await self._cut(fault)
+            done = await self._cut(fault)
             long = not fault.lasts_s or fault.lasts_s >= NOTICED_FROM_S
-            noticeable = fault.client == ROUTER and long
+            noticeable = done and fault.client == ROUTER and long
         else:
             done = await self._corrupt(fault)
         await self.fleet.until_ready()
         self.done[fault.kind] += done
         if noticeable:
-            self.noticeable.append(Harm(fault.target, began_at))
+            self.noticeable.append(Harm(fault.target, began_at, self.now_wrong))
         self.now_wrong = ""
 
-    async def _cut(self, fault: PlannedFault) -> None:
+    async def _cut(self, fault: PlannedFault) -> bool:
+        """Whether there was a connection to be cut."""
         link = self._link(fault.target, fault.port)
         if not fault.lasts_s:
-            link.reset(fault.client)
-            return
-        link.cut(fault.client)
+            return link.reset(fault.client) > 0
+        connections = link.cut(fault.client)
         await asyncio.sleep(fault.lasts_s)
         link.heal(fault.client)
+        return connections > 0
 
     async def _corrupt(self, fault: PlannedFault) -> bool:
         """Whether a chunk has come that could be spoiled."""

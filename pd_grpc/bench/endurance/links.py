@@ -27,7 +27,8 @@ def owner_among(pids: Callable[[], dict[str, int]]) -> Owner:
     def find(port: int) -> str:
         for name, pid in pids().items():
             with contextlib.suppress(psutil.Error):
-                connections = psutil.Process(pid).net_connections(kind="tcp4")
+                # Of both families: gRPC reaches an IPv4 address through an IPv6 socket.
+                connections = psutil.Process(pid).net_connections(kind="tcp")
                 if any(connection.laddr.port == port for connection in connections):
                     return name
         return ""
@@ -88,12 +89,14 @@ class Link:
         await asyncio.gather(*tasks, return_exceptions=True)
         await self._server.wait_closed()
 
-    def cut(self, client: str) -> None:
+    def cut(self, client: str) -> int:
         """From now on nothing passes between this client and the instance, in either direction,
-        and nobody is told. What is under way comes when the cut is healed."""
+        and nobody is told. What is under way comes when the cut is healed. Returns how many
+        connections it has."""
         self._cut.add(client)
         for connection in self._of(client):
             connection.passing.clear()
+        return len(self._of(client))
 
     def heal(self, client: str) -> None:
         """End a cut."""
@@ -101,10 +104,11 @@ class Link:
         for connection in self._of(client):
             connection.passing.set()
 
-    def reset(self, client: str) -> None:
-        """Close the client's connections at both ends."""
+    def reset(self, client: str) -> int:
+        """Close the client's connections at both ends; returns how many."""
         for connection in self._of(client):
             connection.reset()
+        return len(self._of(client))
 
     def _of(self, client: str) -> list[_Connection]:
         return [each for each in self._connections if each.client == client]

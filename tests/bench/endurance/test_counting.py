@@ -108,9 +108,9 @@ def test_memory_is_followed_in_processes_that_live_long_enough() -> None:
 
 
 def test_a_harm_is_noticed_when_its_instance_turns_not_ready_meanwhile() -> None:
-    harms = [Harm("d0", 10), Harm("p0", 20)]
+    harms = [Harm("d0", 10, "kill d0"), Harm("p0", 20, "stop p0")]
     changes = [(9.0, "d0", False), (10.5, "p0", False), (11.0, "d0", False), (11.5, "d0", True)]
-    assert detection_times(harms, changes) == ([1.0], 1)
+    assert detection_times(harms, changes) == ([1.0], ["stop p0"])
 
 
 def test_what_is_left_in_a_server_is_what_it_says_itself() -> None:

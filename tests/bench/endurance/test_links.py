@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 from collections.abc import AsyncIterator
 
 import pytest
 
-from pd_grpc.bench.endurance.links import Link
+from pd_grpc.bench.endurance.links import Link, owner_among
+from pd_grpc.protocol import rpc
+from pd_grpc.protocol.config import Sizes, Timeouts
+from tests.waiting import until
 
 SILENCE_S = 0.1
 
@@ -90,3 +94,12 @@ async def test_nobody_behind_it_is_the_end_of_a_connection(link: Link) -> None:
     async with connected(link) as (reader, _):
         with contextlib.suppress(ConnectionError):
             assert await asyncio.wait_for(reader.read(), 5) == b""
+
+
+async def test_a_client_that_speaks_grpc_is_known_by_its_process() -> None:
+    link = Link(owner_among(lambda: {"init": 1, "p1": os.getpid()}))
+    await link.start()
+    async with rpc.aio_channel(link.endpoint, Timeouts(), Sizes()) as channel:
+        channel.get_state(try_to_connect=True)
+        await until(lambda: link.cut("p1") == 1)
+    await link.stop()
