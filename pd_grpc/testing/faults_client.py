@@ -167,6 +167,10 @@ class _Streaming:
         self, requests: Any, fates: CallFates, made: list[Any]
     ) -> AsyncIterator[Any]:
         source = _aiter(requests)
+        # Of itself grpc waits for the next request even when the call is over.
+        reading = asyncio.current_task()
+        assert reading is not None
+        made[0].add_done_callback(lambda _: reading.cancel())
         async for message in source:
             fate = fates.request()
             if fate.delay_s:
