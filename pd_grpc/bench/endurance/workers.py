@@ -9,13 +9,13 @@ from collections.abc import Mapping
 from typing import Any
 
 from pd_grpc.blocks.pool import BlockPool, BlockState
-from pd_grpc.decode.server import DecodeServer
-from pd_grpc.engine.load import load_tokenizer
-from pd_grpc.prefill.server import PrefillServer
+from pd_grpc.decode.server import DecodeServer, start_decode
+from pd_grpc.engine.load import load_engine, load_tokenizer
+from pd_grpc.prefill.server import PrefillServer, start_prefill
 from pd_grpc.protocol.config import DecodeConfig, PrefillConfig, RouterConfig
 from pd_grpc.router.discovery import InstanceView
 from pd_grpc.router.server import RouterServer, start_router
-from pd_grpc.servers import decode, prefill
+from pd_grpc.servers import process
 
 _LAST_BLOCKS_S = 2.0
 """How long after a drain the blocks of the last transfer may still be on their way back."""
@@ -30,7 +30,9 @@ class PlainPrefill:
         self._server: PrefillServer | None = None
 
     async def start(self) -> Mapping[str, Any]:
-        self._server = server = await prefill.start(self._config, None)
+        self._server = server = await start_prefill(
+            self._config, await process.load(lambda: load_engine(self._config))
+        )
         return {
             "pid": os.getpid(),
             "endpoint": f"127.0.0.1:{server.control.port}",
@@ -54,7 +56,9 @@ class PlainDecode:
         self._server: DecodeServer | None = None
 
     async def start(self) -> Mapping[str, Any]:
-        self._server = server = await decode.start(self._config, None)
+        self._server = server = await start_decode(
+            self._config, await process.load(lambda: load_engine(self._config))
+        )
         return {
             "pid": os.getpid(),
             "endpoint": f"127.0.0.1:{server.control.port}",
