@@ -40,12 +40,13 @@ class Pool(RuleBasedStateMachine):
 
     @initialize(
         window=st.integers(1, 4),
-        total=st.integers(1, 6),
+        total=st.integers(1, 12),
         ahead=st.integers(1, 5),
         jitter=st.floats(0, 1),
     )
     def begin(self, window: int, total: int, ahead: int, jitter: float) -> None:
         self.limits = PrepareLimits(window, total, ahead, backoff_max_s=2.0, breaker_max_s=1.0)
+        self.jitter = jitter
         self.pool = PreparePool(self.limits, lambda: jitter)
         self.now = 0.0
         self.count = 0
@@ -56,8 +57,9 @@ class Pool(RuleBasedStateMachine):
         self.told: set[TransferKey] = set()
         """Of whom the pool must say in this turn that their D may not be asked."""
         self.reachable = dict.fromkeys(DECODES, True)
-        # The earliest and the latest end of a back-off, and of the time that a breaker is open.
-        self.backs_off = dict.fromkeys(DECODES, (0.0, 0.0))
+        self.backs_off = dict.fromkeys(DECODES, 0.0)
+        """The end of each back-off."""
+        # The earliest and the latest end of the time that a breaker is open.
         self.open = dict.fromkeys(DECODES, (0.0, 0.0))
         self.broken = dict.fromkeys(DECODES, False)
         self.forgettable = dict.fromkeys(DECODES, False)
@@ -72,7 +74,7 @@ class Pool(RuleBasedStateMachine):
             assert self.pool.enqueue(decode, key, self.now) == len(self.waiting[decode])
             self.waiting[decode].append(key)
             self.arrival[key] = self.count
-            if self.now < self.backs_off[decode][0] or self._is_open(decode):
+            if self.now < self.backs_off[decode] or self._is_open(decode):
                 self.told.add(key)
         self._turn()
 
@@ -113,9 +115,8 @@ class Pool(RuleBasedStateMachine):
         self._forget(key)
         self.pool.back_off(decode, Fault(Reason.NO_BLOCKS, "", retry_after_s=told_s), self.now)
         wait_s = min(0.25 if told_s is None else told_s, 2.0)
-        ends = (self.now + wait_s, self.now + wait_s * (1 + self.limits.backoff_jitter))
-        earliest, latest = self.backs_off[decode]
-        self.backs_off[decode] = (max(earliest, ends[0]), max(latest, ends[1]))
+        ends = self.now + wait_s * (1 + self.limits.backoff_jitter * self.jitter)
+        self.backs_off[decode] = max(self.backs_off[decode], ends)
         self.told.update(self.waiting[decode])
         self._turn()
 
@@ -125,6 +126,7 @@ class Pool(RuleBasedStateMachine):
         decode, key = self._asking(which)
         self.pool.failed(decode, LOST, self.now)
         self.broken[decode] = True
+        self.forgettable[decode] = False
         limits = self.limits
         self.open[decode] = (self.now + limits.breaker_open_s, self.now + limits.breaker_max_s)
         self.pool.answered(key, granted=False)
@@ -144,7 +146,7 @@ class Pool(RuleBasedStateMachine):
         self.pool.ask_again(key)
         self.asking[decode].remove(key)
         self.waiting[decode] = sorted([*self.waiting[decode], key], key=self.arrival.__getitem__)
-        if self.now < self.backs_off[decode][0] or self._is_open(decode):
+        if self.now < self.backs_off[decode] or self._is_open(decode):
             self.told.add(key)
         self._turn()
 
@@ -167,8 +169,7 @@ class Pool(RuleBasedStateMachine):
 
     @rule(seconds=st.sampled_from([0.01, 0.2, 0.7, 3.0]))
     def wait(self, seconds: float) -> None:
-        self.now += seconds
-        self.pool.tick(self.now)
+        self._tick(self.now + seconds)
         self._turn()
 
     @precondition(lambda self: self.pool.next_wake() is not None)
@@ -176,9 +177,16 @@ class Pool(RuleBasedStateMachine):
     def wake(self) -> None:
         wake = self.pool.next_wake()
         assert wake is not None and wake >= self.now
-        self.now = wake
-        self.pool.tick(self.now)
+        self._tick(wake)
         self._turn()
+
+    def _tick(self, now: float) -> None:
+        """Time passes. Where a back-off ends, those that wait out another hear of it."""
+        if any(self.now < ends <= now for ends in self.backs_off.values()):
+            still = [d for d in DECODES if now < self.backs_off[d]]
+            self.told.update(key for d in still for key in self.waiting[d])
+        self.now = now
+        self.pool.tick(now)
 
     @rule(number=st.integers(1, 3))
     def pause(self, number: int) -> None:
@@ -234,19 +242,29 @@ class Pool(RuleBasedStateMachine):
                 assert fault.reason is Reason.NO_BLOCKS, "a D that may be asked holds nobody back"
         for d in DECODES:
             assert not self.waiting[d] or self.pool.admits(d, self.now), "nobody waits for it"
-            if self.now >= max(self.backs_off[d][1], self.open[d][1]):
+            if self.now >= max(self.backs_off[d], self.open[d][1]):
                 assert self.pool.takes(d, self.now), "not asked though its time is over"
-            elif self.now < self.backs_off[d][0]:
+            elif self.now < self.backs_off[d]:
+                assert not self.pool.takes(d, self.now), "asked before its back-off is over"
                 assert self.pool.next_wake() is not None, "nobody looks when its time is over"
 
     def _start(self) -> None:
         started = self.pool.start(self.reachable.__getitem__, self.now)
         assert not (started and self.pool.paused)
+        probing = {d: any(map(self.pool.probes, self.asking[d])) for d in DECODES}
         for key in started:
             decode = next(d for d in DECODES if key in self.waiting[d])
+            older = [
+                d
+                for d in DECODES
+                if self._may_ask(d, probing[d])
+                and self.arrival[self.waiting[d][0]] < self.arrival[key]
+            ]
+            assert not older, "of those that may ask the oldest asks first, whatever its D"
+            probing[decode] = self.pool.probes(key)
             assert key == self.waiting[decode][0], "first in, first out for each D"
             assert self.reachable[decode]
-            assert self.now >= self.backs_off[decode][0], "asked before its back-off was over"
+            assert self.now >= self.backs_off[decode], "asked before its back-off was over"
             assert not self._is_open(decode), "asked while its breaker is open"
             if self.broken[decode] and not self.forgettable[decode]:
                 assert self.pool.probes(key), "only a probe goes while the breaker is not closed"
@@ -255,28 +273,25 @@ class Pool(RuleBasedStateMachine):
             assert len(self.asking[decode]) < left, "as much as it has is left to the others"
             self.waiting[decode].remove(key)
             self.asking[decode].append(key)
-        in_order = [self.arrival[key] for key in started]
-        if not any(self.broken.values()) and self._nobody_is_limited():
-            assert in_order == sorted(in_order), "the oldest asks first, whatever its D"
         self._nobody_waits_without_need()
 
-    def _nobody_is_limited(self) -> bool:
-        left = self.limits.total - self.pool.in_flight
-        return all(len(self.asking[d]) < min(self.limits.window, left) for d in DECODES)
-
     def _nobody_waits_without_need(self) -> None:
-        if self.pool.paused or self.pool.in_flight >= self.limits.total:
-            return
-        for d in DECODES:
-            held = (
-                not self.reachable[d]
-                or not self.pool.takes(d, self.now)
-                or len(self.asking[d]) >= self.limits.window
-                or len(self.asking[d]) >= self.limits.total - self.pool.in_flight
-                or len(self.granted[d]) >= self._share(d)
-                or (self.broken[d] and any(map(self.pool.probes, self.asking[d])))
-            )
-            assert held or not self.waiting[d], f"{d} could be asked"
+        if not self.pool.paused:
+            for d in DECODES:
+                probing = any(map(self.pool.probes, self.asking[d]))
+                assert not self._may_ask(d, probing), f"{d} could be asked"
+
+    def _may_ask(self, decode: str, probing: bool) -> bool:
+        """Whether somebody waits for a D and could ask it."""
+        left = self.limits.total - sum(map(len, self.asking.values()))
+        return (
+            bool(self.waiting[decode])
+            and self.reachable[decode]
+            and self.pool.takes(decode, self.now)
+            and len(self.asking[decode]) < min(self.limits.window, left)
+            and len(self.granted[decode]) < self._share(decode)
+            and not (self.broken[decode] and probing)
+        )
 
     # --- always --------------------------------------------------------------------------------
 
