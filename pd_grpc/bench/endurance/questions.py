@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -109,7 +110,7 @@ PROMPTS = (
     "Tell a short story about a lost key.",
     "What would you pack for a week in the mountains?",
 )
-_TOKENS = 64
+_TOKENS = 48
 
 
 class ModelQuestions(Questions):
@@ -141,15 +142,20 @@ class ModelQuestions(Questions):
         ]
 
     async def learn(self, fleet: Fleet) -> None:
-        """Ask a D. WorkerLost when it does not answer."""
-        endpoint = fleet.units["d0"].process.endpoint
+        """Ask every D a part. WorkerLost when one does not answer."""
+        decodes = [unit.process.endpoint for unit in fleet.units.values() if unit.role == "decode"]
+        parts = [self._all[i :: len(decodes)] for i in range(len(decodes))]
+        await asyncio.gather(*map(self._ask_alone, decodes, parts))
+
+    async def _ask_alone(self, endpoint: str, questions: Sequence[Question]) -> None:
+        """One after another, without a hand-over."""
         async with rpc.aio_channel(endpoint, Timeouts(), Sizes()) as channel:
             stub = inference_pb2_grpc.InferenceServiceStub(channel)
-            for question in self._all:
+            for question in questions:
                 message = generate_request("", question.prompt, "", question.sampling)
                 reply = await ask(stub, message, _BUDGET_S)
                 if reply.how is not How.COMPLETE:
-                    raise WorkerLost(f"d0 does not answer: {reply.fault}")
+                    raise WorkerLost(f"the D at {endpoint} does not answer: {reply.fault}")
                 self._answers[question] = reply.token_ids
 
     def question(self, stream: int, number: int) -> Question:

@@ -147,6 +147,7 @@ async def unplug(scope: UnplugScope, tell: Tell) -> dict[str, Any]:
     )
     tell("starting")
     async with running_fleet(plan) as fleet:
+        tell("finding out what is right")
         await questions.learn(fleet)
         async with rpc.aio_channel(fleet.router.endpoint, Timeouts(), Sizes()) as channel:
             stub = inference_pb2_grpc.InferenceServiceStub(channel)
