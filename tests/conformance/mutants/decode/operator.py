@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from pd_grpc.decode.ledger import Ledger
 from pd_grpc.decode.machine import DecodeMachine
 from pd_grpc.decode.states import DecodeState
 from pd_grpc.decode.view import DecodeView
@@ -20,6 +21,7 @@ def the_peer_is_not_told(patch: pytest.MonkeyPatch) -> None:
         self.ledger.end(transfer, DecodeState.RELEASED, fault, tell_prefill=False)
 
     patch.setattr(DecodeMachine, "_operator_released", wrong)
+    patch.setattr(Ledger, "tell_again", lambda self, grant_id, session: None)
 
 
 @mutant("D521")

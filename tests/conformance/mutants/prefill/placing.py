@@ -175,7 +175,7 @@ def one_window_for_all_decodes(patch: pytest.MonkeyPatch) -> None:
     right = PreparePool.__init__
 
     def wrong(self, limits, jitter):  # type: ignore[no-untyped-def]
-        right(self, replace(limits, window=8, total=8), jitter)
+        right(self, replace(limits, window=1, total=1), jitter)
 
     patch.setattr(PreparePool, "__init__", wrong)
 
