@@ -17,6 +17,9 @@ from pd_grpc.bench.system import Group, System, running_system
 from pd_grpc.bench.workload import Length
 
 IN_PREPARATION = 256
+FEW = 32
+"""What P grows by with the first requests alone, whatever they are, is there with so many."""
+_HOLD_S = 3.0
 _LOOK_S = 0.05
 _PATIENCE_S = 30.0
 # As short as a prompt can be, so that what it weighs is not its tokens.
@@ -36,11 +39,12 @@ async def footprint_figures(scope: Scope, tell: Tell) -> Mapping[str, Any]:
     )
     async with running_system(setup) as system:
         await system.behave(0, Manners(silent=True))
-        # Once for what grows with the first requests alone, once to measure.
-        await _hold(system)
         idle = await system.prefills[0].do("stats")
-        busy = await _hold(system)
-    per_request = (busy["rss_bytes"] - idle["rss_bytes"]) / IN_PREPARATION
+        # Freed memory is kept and used again, so that many must come after a few: after as many
+        # they would seem to weigh nothing.
+        few = await _hold(system, FEW)
+        busy = await _hold(system, IN_PREPARATION)
+    per_request = (busy["rss_bytes"] - few["rss_bytes"]) / (IN_PREPARATION - FEW)
     wasted = await _wasted_chunks(scope)
     tell(
         f"{busy['threads']} threads and {per_request / 1024:.1f} KiB a request with "
@@ -54,18 +58,14 @@ async def footprint_figures(scope: Scope, tell: Tell) -> Mapping[str, Any]:
     }
 
 
-async def _hold(system: System) -> Mapping[str, Any]:
-    """Bring as many into preparation as are wanted, look at P, and cancel them."""
-    requests = system.requests([_SHORT] * IN_PREPARATION)
-    group = {"held": Group(requests, IN_PREPARATION)}
+async def _hold(system: System, many: int) -> Mapping[str, Any]:
+    """Bring so many into preparation, look at P, and cancel them."""
+    group = {"held": Group(system.requests([_SHORT] * many), many)}
     driving = asyncio.create_task(system.closed(group, _HOLD_S))
-    stats = await _until(system, lambda found: found["in_preparation"] >= IN_PREPARATION)
+    stats = await _until(system, lambda found: found["in_preparation"] >= many)
     await driving
     await _until(system, lambda found: found["in_preparation"] == 0)
     return stats
-
-
-_HOLD_S = 3.0
 
 
 async def _until(system: System, holds: Any) -> Mapping[str, Any]:
