@@ -187,9 +187,8 @@ class DecodePeer:
     def _connect(self, link: int) -> _Connection:
         if self._connection is None or self._connection.link != link:
             old = self._connection
-            channel = grpc.intercept_channel(
-                rpc.sync_channel(self._endpoint, self._config, self._config),
-                *self._interceptors.futures,
+            channel = self._interceptors.futures(
+                rpc.sync_channel(self._endpoint, self._config, self._config)
             )
             self._connection = _Connection(link, channel)
             if old is not None and not old.in_flight:

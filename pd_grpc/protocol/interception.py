@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -10,10 +11,12 @@ import grpc.aio
 
 if TYPE_CHECKING:  # generic in the stubs alone
     ServerInterceptor = grpc.aio.ServerInterceptor[Any, Any]
-    UnaryUnaryClientInterceptor = grpc.UnaryUnaryClientInterceptor[Any, Any]
 else:
     ServerInterceptor = grpc.aio.ServerInterceptor
-    UnaryUnaryClientInterceptor = grpc.UnaryUnaryClientInterceptor
+
+
+def _as_it_is(channel: grpc.Channel) -> grpc.Channel:
+    return channel
 
 
 @dataclass(frozen=True)
@@ -22,14 +25,14 @@ class Interceptors:
 
     `server` sees the calls served, on control and shard endpoints. `client` sees the calls made on
     asyncio channels: give one object for each shape of call, for grpc.aio takes an object for the
-    first shape that it knows alone. `futures` sees those made as futures, which is P's Allocate;
-    they run on the loop of P and must not block. An object may be called on several threads: P and
-    D move KV on a loop of its own.
+    first shape that it knows alone. `futures` wraps the synchronous channels whose calls are made
+    as futures, which is P's Allocate; to make one must not block, for P's loop does it. An object
+    may be called on several threads: P and D move KV on a loop of its own.
     """
 
     server: tuple[ServerInterceptor, ...] = ()
     client: tuple[grpc.aio.ClientInterceptor, ...] = ()
-    futures: tuple[UnaryUnaryClientInterceptor, ...] = ()
+    futures: Callable[[grpc.Channel], grpc.Channel] = _as_it_is
 
 
 NONE = Interceptors()

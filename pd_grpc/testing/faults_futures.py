@@ -20,8 +20,11 @@ else:
     _Interceptor = grpc.UnaryUnaryClientInterceptor
     _Future = grpc.Future
 
+_CLOSING_S = 5.0
+"""How long closing a channel waits for calls that are just being made, or waited for."""
+
 _Begin = Callable[["float | None"], Any]
-"""Makes the call with so much time left, and returns it."""
+"""Makes the call with so much time left, and returns it; None when it cannot be made any more."""
 
 
 class _Details(
@@ -34,15 +37,87 @@ class _Details(
     pass
 
 
-class FutureInterceptor(_Interceptor):
-    """For `grpc.intercept_channel(channel, FutureInterceptor(injector))`.
+class StruckChannel(grpc.Channel):
+    """A synchronous channel whose unary calls may be struck; all else of it is as it was.
 
-    Unary calls alone; others pass as they are. It never blocks the thread that makes a future:
-    what is held is held by a timer.
+    To make a future never blocks: what is held is held by a timer. Once the channel is closed
+    nothing held is sent, for a call that is made on a closed channel crashes the interpreter in
+    grpc; so this wraps the channel, and is no interceptor alone, which hears of no close.
     """
 
-    def __init__(self, injector: Injector) -> None:
+    def __init__(self, channel: grpc.Channel, injector: Injector) -> None:
+        self._channel = channel
+        self._open = _Open()
+        self._struck = grpc.intercept_channel(channel, _FutureInterceptor(injector, self._open))
+
+    def unary_unary(self, *args: Any, **kwargs: Any) -> Any:
+        """As grpc.Channel has it, struck."""
+        return self._struck.unary_unary(*args, **kwargs)
+
+    def unary_stream(self, *args: Any, **kwargs: Any) -> Any:
+        """As grpc.Channel has it."""
+        return self._channel.unary_stream(*args, **kwargs)
+
+    def stream_unary(self, *args: Any, **kwargs: Any) -> Any:
+        """As grpc.Channel has it."""
+        return self._channel.stream_unary(*args, **kwargs)
+
+    def stream_stream(self, *args: Any, **kwargs: Any) -> Any:
+        """As grpc.Channel has it."""
+        return self._channel.stream_stream(*args, **kwargs)
+
+    def subscribe(self, *args: Any, **kwargs: Any) -> None:
+        """As grpc.Channel has it."""
+        self._channel.subscribe(*args, **kwargs)
+
+    def unsubscribe(self, *args: Any, **kwargs: Any) -> None:
+        """As grpc.Channel has it."""
+        self._channel.unsubscribe(*args, **kwargs)
+
+    def close(self) -> None:
+        """Close it; held calls are never made."""
+        self._open.end()
+        self._channel.close()
+
+    def __enter__(self) -> StruckChannel:
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        self.close()
+
+
+class _Open:
+    """Whether calls can be made, and who is making one by a timer."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._closed = False
+        self._making = 0
+
+    def make(self, begin: _Begin, left_s: float | None) -> Any:
+        """The call that `begin` makes; None when the channel is closed."""
+        with self._changed:
+            if self._closed:
+                return None
+            self._making += 1
+        try:
+            return begin(left_s)
+        finally:
+            with self._changed:
+                self._making -= 1
+                self._changed.notify_all()
+
+    def end(self) -> None:
+        """No more; waits for those that are being made."""
+        with self._changed:
+            self._closed = True
+            self._changed.wait_for(lambda: self._making == 0, _CLOSING_S)
+
+
+class _FutureInterceptor(_Interceptor):
+    def __init__(self, injector: Injector, channel: _Open) -> None:
         self._injector = injector
+        self._channel = channel
         self._copies: set[Any] = set()
 
     def intercept_unary_unary(self, continuation: Any, details: Any, request: Any) -> Any:
@@ -51,7 +126,8 @@ class FutureInterceptor(_Interceptor):
         arrives = damaged(request, fate)
 
         def begin(left_s: float | None) -> Any:
-            return continuation(_with_timeout(details, left_s), arrives)
+            timed = _with_timeout(details, left_s)
+            return self._channel.make(lambda _: continuation(timed, arrives), left_s)
 
         call = HeldCall(begin, fates, details.timeout)
         if fate.duplicated:
@@ -61,6 +137,8 @@ class FutureInterceptor(_Interceptor):
 
     def _copy(self, begin: _Begin, timeout_s: float | None) -> None:
         copy = begin(timeout_s)
+        if copy is None:
+            return
         self._copies.add(copy)  # Else it may be cancelled, for nobody holds it.
         copy.add_done_callback(self._copies.discard)
 
@@ -210,6 +288,9 @@ class HeldCall(_Future, grpc.Call):
         if self.done():
             return
         inner = self._begin(self.time_remaining())
+        if inner is None:
+            self._finish(cancelled=True)
+            return
         with self._changed:
             self._inner = inner
         if self.done():  # Another thread has ended it meanwhile.

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from pd_grpc.protocol.interception import Interceptors
 from pd_grpc.testing.faults import Injector
 from pd_grpc.testing.faults_client import client_interceptors
-from pd_grpc.testing.faults_futures import FutureInterceptor
+from pd_grpc.testing.faults_futures import StruckChannel
 from pd_grpc.testing.faults_server import FaultServerInterceptor
 
 
@@ -15,5 +17,5 @@ def injected(injector: Injector) -> Interceptors:
     return Interceptors(
         server=(FaultServerInterceptor(injector),),
         client=client_interceptors(injector),
-        futures=(FutureInterceptor(injector),),
+        futures=partial(StruckChannel, injector=injector),
     )

@@ -16,7 +16,7 @@ from google.protobuf.wrappers_pb2 import StringValue
 from pd_grpc.protocol import rpc
 from pd_grpc.protocol.faults import Code, TransportFault
 from pd_grpc.testing.faults import Direction, Injector, Kind, Rule
-from pd_grpc.testing.faults_futures import FutureInterceptor
+from pd_grpc.testing.faults_futures import StruckChannel
 from tests.testing.echo import Caller, Echo, echoing
 from tests.waiting import until
 
@@ -29,9 +29,8 @@ SHORT_S = 0.2
 async def struck(*rules: Rule) -> AsyncIterator[tuple[Echo, Caller, Injector]]:
     injector = Injector(*rules)
     async with echoing() as (echo, _):
-        with grpc.insecure_channel(echo.endpoint) as channel:
-            between = grpc.intercept_channel(channel, FutureInterceptor(injector))
-            yield echo, Caller(between), injector
+        with StruckChannel(grpc.insecure_channel(echo.endpoint), injector) as channel:
+            yield echo, Caller(channel), injector
 
 
 async def ended(future: Any) -> Any:
@@ -65,9 +64,8 @@ async def test_with_no_rule_nothing_changes() -> None:
 
 async def test_an_error_of_the_server_is_told_with_its_details() -> None:
     async with struck() as (echo, _, injector):
-        with grpc.insecure_channel(echo.endpoint) as channel:
-            between = grpc.intercept_channel(channel, FutureInterceptor(injector))
-            unknown = between.unary_unary(
+        with StruckChannel(grpc.insecure_channel(echo.endpoint), injector) as channel:
+            unknown = channel.unary_unary(
                 "/test.Echo/Nothing", StringValue.SerializeToString, StringValue.FromString
             )
             future = await ended(unknown.future(A, timeout=5))
@@ -127,6 +125,18 @@ async def test_a_held_request_arrives_though_its_caller_has_cancelled() -> None:
         future.cancel()
         assert echo.heard == []
         await until(lambda: echo.heard == ["a"])
+
+
+async def test_what_is_held_when_its_channel_closes_is_never_sent() -> None:
+    """grpc itself crashes when a call is made on a closed channel."""
+    rules = Rule(Kind.DELAY, "One", delay_s=SHORT_S), Rule(Kind.DUPLICATE, "One", delay_s=0.05)
+    async with echoing() as (echo, _):
+        channel = StruckChannel(grpc.insecure_channel(echo.endpoint), Injector(*rules))
+        future = Caller(channel).one.future(A, timeout=5)
+        channel.close()
+        assert (await ended(future)).cancelled()
+        await until(lambda: not any(t.name == "pd-injected" for t in threading.enumerate()))
+        assert echo.heard == []
 
 
 @pytest.mark.parametrize("direction", list(Direction))
