@@ -14,6 +14,7 @@ from pd_grpc.protocol.faults import Fault, Reason
 from pd_grpc.testing.faults import Direction, Injector, Kind, Rule
 from pd_grpc.v1 import decode_pb2, types_pb2
 from tests.decode.wire import fault_of, tokens_of, wire
+from tests.faults.breakers import may_ask
 from tests.lines import line_to
 from tests.prefill.cluster import Cluster, Outcome, Request, answer_to, request_to, running
 from tests.waiting import until
@@ -92,7 +93,7 @@ async def test_a_session_renewed_after_grace_begins_anew() -> None:
             await line.mend()
             again = _by(line.endpoint, 2)
             # P turns from a D that it has just lost for a moment.
-            await until(lambda: _may_ask(p))
+            await until(lambda: may_ask(p))
             prefill, generate = await cluster.run(p, d, again)
             assert (prefill.fault, generate.tokens) == (None, answer_to(again))
 
@@ -174,9 +175,3 @@ async def test_an_end_while_the_session_is_broken_is_told_with_its_cause() -> No
 
 def _by(endpoint: str, seed: int) -> Request:
     return request_to(endpoint, random_seed=seed)
-
-
-def _may_ask(p: PrefillServer) -> bool:
-    pool = p.machine.placement.pool
-    lanes = pool.lanes(p.runtime._clock.now())
-    return all(lane.breaker.value != "open" for lane in lanes)
