@@ -88,10 +88,13 @@ async def _cpu(system: System) -> list[float]:
 async def run_rows(
     scope: Scope, tell: Tell, keep: Callable[[list[SeedRun]], None]
 ) -> list[SeedRun]:
-    """Every row in turn, then all again; `keep` is given what there is after each."""
+    """Every row in turn, then all again, beginning with the next row each time, so that none always
+    follows the same one. `keep` is given what there is after each."""
     runs: list[SeedRun] = []
+    order = [*Row]
     for repeat in range(scope.repeats):
-        for row in Row:
+        first = repeat % len(order)
+        for row in order[first:] + order[:first]:
             run = await run_seed(row, scope)
             tell(f"seed workload {repeat + 1}/{scope.repeats} {row.value}: {run.seconds:.1f} s")
             runs.append(run)
