@@ -6,7 +6,8 @@ after it, only the decode leg counts. The rules:
 
 * **Root cause.** The first leg to fail for a reason of its own decides what the client hears. A leg
   that fails as a consequence of something else (`CLIENT_GONE`, `RELEASED`, `SUPERSEDED`, a bare
-  `CANCELLED`) waits `settle_s` for the other leg to name the cause.
+  `CANCELLED`) waits `settle_s` for the other leg to name the cause. `CLIENT_GONE` of one leg, with
+  the client here, means that the other instance is lost to us.
 * **P lost.** Only D knows whether the hand-off had happened: its leg has `grace_s + settle_s` to
   fail or to go on, then it is asked. Before a token came there was most likely none: it is asked
   after `settle_s`.
@@ -335,8 +336,15 @@ class RoutedRequest:
         return self._fail(self._held)
 
     def _hold(self, fault: Fault, by: Leg, until: float) -> None:
-        self._held, self._held_by = fault, by
+        gone = fault.reason is Reason.CLIENT_GONE
+        self._held, self._held_by = (self._cut_off_from_other(by) if gone else fault), by
         self.timers.set("settle", until)
+
+    def _cut_off_from_other(self, by: Leg) -> Fault:
+        """A leg that can be heard passes on that its client has left: the other instance has found
+        out before us that the connection to it is no more."""
+        lost = TransportFault(Code.UNAVAILABLE, "the connection to it was lost")
+        return self._of_prefill(lost) if by is Leg.DECODE else self._of_decode(lost)
 
     def _release_hold(self) -> None:
         self._held, self._held_by = None, None

@@ -154,6 +154,21 @@ def test_a_consequence_alone_is_told_when_no_cause_comes() -> None:
     assert failure(machine.on_time(1.0 + SETTLE_S)).reason is Reason.RELEASED
 
 
+def test_a_p_that_takes_us_for_gone_is_lost_to_us() -> None:
+    """P has found out first that its connection to us is cut, and D passes that on."""
+    machine = routed()
+    machine.on_decode_failed(0, fault(Reason.CLIENT_GONE), 1.0)
+    told = failure(machine.on_time(1.0 + SETTLE_S))
+    assert (told.reason, told.metadata["instance"]) == (Reason.PREFILL_LOST, P.name)
+
+
+def test_a_d_that_takes_us_for_gone_is_lost_to_us() -> None:
+    machine = routed()
+    machine.on_prefill_failed(fault(Reason.CLIENT_GONE), 1.0)
+    told = failure(machine.on_time(1.0 + SETTLE_S))
+    assert (told.reason, told.metadata["instance"]) == (Reason.DECODE_LOST, D1.name)
+
+
 def test_two_consequences_tell_the_first() -> None:
     machine = routed()
     machine.on_decode_failed(0, fault(Reason.RELEASED), 1.0)

@@ -185,7 +185,10 @@ def test_only_what_the_status_table_says_is_tried_elsewhere(reason: Reason) -> N
         if not world.request.ended and world.request.attempt == 1:
             assert consequence or say is World.decode_fails
             actions = world.time(1.0 + SETTLE_S)
-        if retry is Retry.OTHER and not (
+        if reason is Reason.CLIENT_GONE:
+            # The client is here: to the other instance the connection is lost.
+            assert begun(actions)[:2] == (2, Kind.RETRY)
+        elif retry is Retry.OTHER and not (
             # P has asked both of them.
             reason is Reason.NO_BLOCKS and say is World.prefill_fails
         ):
