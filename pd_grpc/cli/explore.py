@@ -14,7 +14,7 @@ from pd_grpc.cli.console import EXIT_FAILED, progress, refuse, stdout
 def explore(
     states: Annotated[
         int, typer.Option(metavar="N", min=0, help="Distinct states to search, at most.")
-    ] = 1_000_000,
+    ] = 1_200_000,
     seconds: Annotated[
         float, typer.Option(metavar="S", min=0, help="How long the search may take.")
     ] = 3600.0,

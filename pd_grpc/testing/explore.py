@@ -7,6 +7,7 @@ again.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from time import monotonic
 
 from pd_grpc.testing.explorer.report import Report
@@ -17,7 +18,7 @@ from pd_grpc.testing.explorer.world import World
 
 __all__ = ["DEFAULT_STATES", "MOST_FAULTS", "Report", "explore", "replay", "walk"]
 
-DEFAULT_STATES = 1_000_000
+DEFAULT_STATES = 1_200_000
 MOST_FAULTS = 2
 """Faults on one path of a search."""
 
@@ -45,7 +46,7 @@ def explore(
     began = monotonic()
     for n in range(walks):
         number = n % len(scenarios)
-        walked = walk(scenarios[number], seed + n, number=number)
+        walked = walk(replace(scenarios[number], fine=True), seed + n, number=number)
         _count(report, seed + n, walked)
     report.walk_seconds = monotonic() - began
     return report

@@ -33,7 +33,13 @@ def disagreements(world: World, state: State) -> list[Violation]:
         for i, name in enumerate(world.names)
         if world.runs(state, i)
     }
-    texts = [*_calls(world, state, facts), *_prefills(facts), *_decodes(facts), *_clients(facts)]
+    texts = [
+        *_calls(world, state, facts),
+        *_prefills(facts),
+        *_decodes(facts),
+        *_served(world, state, facts),
+        *_clients(facts),
+    ]
     return found + [Violation(ROUND_TRIP, text) for text in texts]
 
 
@@ -58,9 +64,13 @@ def _prefills(facts: dict[str, Any]) -> Iterator[str]:
     for name, known in facts.items():
         if name[0] != "p":
             continue
-        for key, _, server, epoch, _, talks in known[0]:
-            there = facts.get(server) if epoch and talks else None
-            if there is not None and there[0] == epoch and key not in {t[0] for t in there[1]}:
+        for key, call, server, epoch, asking, talks in known[0]:
+            if call not in known[-1]:
+                yield f"{name}: it goes on with {key}, whose caller has left"
+            there = facts.get(server) if talks else None
+            if there is None or key in {transfer[0] for transfer in there[1]}:
+                continue
+            if asking or there[0] == epoch:
                 yield f"{name}: it goes on with {key}, which {server} has ended"
 
 
@@ -75,6 +85,20 @@ def _decodes(facts: dict[str, Any]) -> Iterator[str]:
             here = any(f[0] == key and f[2] == name for f in flying)
             if epoch == owner[1] and not here and (name, key) not in owed:
                 yield f"{name}: it keeps {key} as {state}, which {owner[0]} has ended"
+
+
+def _served(world: World, state: State, facts: dict[str, Any]) -> Iterator[str]:
+    """A D keeps a transfer for a client only while the client is there and wants it."""
+    open_calls = {line.call for line in world.wire(state)}
+    for name, known in facts.items():
+        if name[0] != "d":
+            continue
+        for key, _, _, call, _, _ in known[1]:
+            if call is None:
+                continue
+            client = world.ids.calls[call].client
+            if call not in open_calls or (client in facts and facts[client][1]):
+                yield f"{name}: it keeps {key} for a client who has left or was answered"
 
 
 def _of_prefill(known: Any) -> tuple[int, Any, Any, Any]:

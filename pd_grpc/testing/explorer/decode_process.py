@@ -35,15 +35,19 @@ from pd_grpc.testing.explorer.wire import CANCEL, CLOSE, Interned, Message
 from pd_grpc.transport.chunk_codec import IncomingChunk
 from pd_grpc.v1 import admin_pb2, decode_pb2, inference_pb2, layout_pb2, types_pb2
 
+_OF_PREFILL = frozenset({Reason.PREFILL_LOST, Reason.LEASE_EXPIRED, Reason.SUPERSEDED})
 _OURS = (DecodeState.DECODING, DecodeState.PREEMPTED)
 
 
 class DecodeProcess(Process):
     """One D."""
 
-    def __init__(self, name: str, epoch: int, ids: Interned, config: DecodeConfig) -> None:
+    def __init__(
+        self, name: str, epoch: int, ids: Interned, config: DecodeConfig, fine: bool
+    ) -> None:
         super().__init__(name, epoch, ids)
         self.config = config
+        self.fine = fine
         self.pool = BlockPool(config.num_blocks)
         self.minted: Counter[str] = Counter()
         self.subject = ""
@@ -68,6 +72,7 @@ class DecodeProcess(Process):
         self.memory = TagMemory(config.num_blocks)
         self.receiver = Receiver(config, LAYOUT, self.memory, epoch)
         self.keys: dict[str, TransferKey] = {}
+        self.handed_off: frozenset[TransferKey] = frozenset()
 
     def _mint(self, prefix: str) -> str:
         """An id made of whom it is for, so that it does not tell in which order others came."""
@@ -240,6 +245,13 @@ class DecodeProcess(Process):
     def _about(self, ref: types_pb2.TransferRef) -> None:
         self.subject = f"{ref.transfer_id}#{ref.attempt}"
 
+    def _catch_up(self) -> None:
+        while self.to_bulk or self.news:
+            while self.to_bulk:
+                self._bulk(self.to_bulk.popleft())
+            if self.news:
+                self._feed(self.news.popleft())
+
     # --- what it does ----------------------------------------------------------------------------
 
     def _feed(self, event: ev.Event) -> None:
@@ -309,6 +321,8 @@ class DecodeProcess(Process):
 
     def _note(self, change: act.Changed) -> None:
         before, after = change.before, change.after
+        if change.key in self.handed_off and change.fault and change.fault.reason in _OF_PREFILL:
+            self._wrong("after the hand-off it is D's", f"{change.key}: {change.fault}")
         dropped = change.fault is None and after.terminal
         if before is not None and not dropped and after not in TRANSITIONS[before]:
             self._wrong(
@@ -395,6 +409,8 @@ class DecodeProcess(Process):
             leased = transfer.state in (DecodeState.RESERVED, DecodeState.RECEIVING)
             if leased and not transfer.local and grant not in ledger.leases:
                 self._wrong("no state without a timer", f"{transfer.key} has no lease")
+        live_ones = ledger.transfers.values()
+        self.handed_off = frozenset(t.key for t in live_ones if t.handed_off)
         live = Counter(t.state for t in ledger.transfers.values())
         if {s: n for s, n in ledger.counts.items() if n and not s.terminal} != live:
             self._wrong("conservation", f"transfers are counted as {ledger.counts}")

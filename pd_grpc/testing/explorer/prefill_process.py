@@ -48,9 +48,12 @@ class _Sending:
 class PrefillProcess(Process):
     """One P."""
 
-    def __init__(self, name: str, epoch: int, ids: Interned, config: PrefillConfig) -> None:
+    def __init__(
+        self, name: str, epoch: int, ids: Interned, config: PrefillConfig, fine: bool
+    ) -> None:
         super().__init__(name, epoch, ids)
         self.config = config
+        self.fine = fine
         instance = types_pb2.Instance(name=name, epoch=epoch, role=types_pb2.ROLE_PREFILL)
         self.pool = BlockPool(config.num_blocks)
         self.machine = PrefillMachine(
@@ -228,6 +231,13 @@ class PrefillProcess(Process):
             results.append(None if chunk.sample is None else Sampled(next_token(stored)))
         self.to_bulk.append(tuple(computed))
         self._feed(ev.StepDone(run.step, results))
+
+    def _catch_up(self) -> None:
+        while self.to_bulk or self.news:
+            while self.to_bulk:
+                self._bulk(self.to_bulk.popleft())
+            if self.news:
+                self._feed(self.news.popleft())
 
     # --- what it does ----------------------------------------------------------------------------
 
@@ -408,6 +418,11 @@ class PrefillProcess(Process):
                 self._wrong("no state without a timer", f"{key} in {record.state.name}")
             if record.state.terminal:
                 self._wrong("terminal states absorb", f"{key} is in flight and has ended")
+        for (key, _), sending in self.sendings.items():
+            owner = requests.get(key)
+            holding = None if owner is None else owner.holding
+            if holding is None or tuple(holding.blocks) != sending.sender.plan.block_table:
+                self._wrong("no block is free while it may be read", f"{key} is being sent")
         held = {id(record.holding) for record in requests.in_flight.values()}
         held |= {id(record.holding) for record in requests._lingering.values()}
         if any(id(holding) not in held for holding in self.pool.holdings()):

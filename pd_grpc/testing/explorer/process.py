@@ -59,6 +59,9 @@ class Looks:
 class Process(ABC):
     """One process, from its start to its crash. `epoch` tells it from its successors."""
 
+    fine = True
+    """Whether its control loop and its bulk side are two, between which other things may happen."""
+
     def __init__(self, name: str, epoch: int, ids: Interned) -> None:
         self.name = name
         self.epoch = epoch
@@ -75,6 +78,8 @@ class Process(ABC):
             return (), ()
         try:
             self._happen(happens)
+            if not self.fine:
+                self._catch_up()
             self._check()
         except WrongKv as wrong:
             self._wrong("no token from unverified KV", str(wrong))
@@ -95,6 +100,9 @@ class Process(ABC):
     @abstractmethod
     def _happen(self, happens: Input) -> None:
         """Carry it out."""
+
+    def _catch_up(self) -> None:  # noqa: B027 - a client has no bulk side
+        """Let the bulk side and the control loop hear what they have to say to each other."""
 
     @abstractmethod
     def _check(self) -> None:

@@ -39,6 +39,8 @@ class Scenario:
     chunk_tokens: int = 4
     budget_s: float = 20.0
     faults: tuple[str, ...] = FAULTS
+    fine: bool = True
+    """Whether the bulk sides are loops of their own, with their own place in every order."""
 
     @property
     def names(self) -> list[str]:
@@ -103,9 +105,9 @@ ONE_DECODE = Scenario(prefills=2, decodes=1, requests=((0, (0,)), (1, (0,))))
 """Two Ps before one D, whose blocks are enough for one request at a time."""
 
 FULL = (
-    Scenario(),
-    Scenario(requests=((0, (0, 1)), (1, (0, 1)))),
-    Scenario(requests=((0, (0, 1)), (0, (0, 1)))),
-    Scenario(requests=((0, (0, 1)), (0, (1, 0)))),
+    Scenario(fine=False),
+    Scenario(requests=((0, (0, 1)), (1, (0, 1))), fine=False),
+    Scenario(requests=((0, (0, 1)), (0, (0, 1))), fine=False),
+    Scenario(requests=((0, (0, 1)), (0, (1, 0))), fine=False),
 )
 """Two of each and two requests, in every way to pair them."""

@@ -3,7 +3,7 @@ on, so that each violation is found with the fewest faults and the fewest steps.
 
 from __future__ import annotations
 
-from collections import deque
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from time import monotonic
 
@@ -66,44 +66,70 @@ class Search:
         self._kinds: set[tuple[str, str]] = set()
 
     def run(self, states: int, seconds: float) -> Searched:
-        """Search until so many states are seen, the time is over, or there are no more."""
+        """Search until so many states are looked at, the time is over, or there are no more. Each
+        number of faults may use up half of what the smaller ones have left of both."""
         world, result, began = self.world, self.result, monotonic()
-        root = world.root()
-        self._note(root, -1, ())
-        frontier: deque[tuple[State, int]] = deque([(root, 0)])
+        self._note(world.root(), -1, ())
+        before: list[list[State]] = []
         for faults in range(self._most_faults + 1):
-            layer = Layer()
+            share = 1 if faults == self._most_faults else 2
+            most = (states - result.states) // share
+            until = monotonic() + (seconds - (monotonic() - began)) / share
+            before, layer = self._layer(faults, before, most, until)
             result.layers.append(layer)
-            later: deque[tuple[State, int]] = deque()
-            while frontier:
-                over = len(self._seen) >= states or monotonic() - began > seconds
-                if over or (self._stop_at_first and result.found):
-                    break
-                state, depth = frontier.popleft()
-                layer.states += 1
-                layer.depth = max(layer.depth, depth)
-                self._expand(state, depth, faults, frontier, later, layer)
-            else:
-                layer.whole = True
-                frontier = later
-                continue
-            break
-        result.states = len(self._seen)
-        result.moves = sum(layer.moves for layer in result.layers)
+            result.states += layer.states
+            result.moves += layer.moves
         result.seconds = monotonic() - began
         result.steps_of_machines = world.locals.steps_taken
         result.local_states = len(world.locals.all)
         return result
 
-    def _expand(
+    def _layer(
+        self, faults: int, before: list[list[State]], most: int, until: float
+    ) -> tuple[list[list[State]], Layer]:
+        """Every state with so many faults, depth by depth; `before` are the states with one fault
+        less, by their depth."""
+        layer = Layer()
+        depths: list[list[State]] = []
+        frontier = [self.world.root()] if faults == 0 else []
+        while frontier or len(depths) < len(before) + 1:
+            depth = len(depths)
+            depths.append([])
+            following: list[State] = []
+            for state in self._with_faults(before, depth - 1, frontier, layer, faults):
+                stop = self._stop_at_first and self.result.found
+                if layer.states >= most or stop or monotonic() > until:
+                    return depths, layer
+                layer.states += 1
+                layer.depth = depth
+                depths[depth].append(state)
+                self._expand(state, faults, following, layer)
+            frontier = following
+        layer.whole = True
+        return depths, layer
+
+    def _with_faults(
         self,
-        state: State,
+        before: list[list[State]],
         depth: int,
-        faults: int,
-        frontier: deque[tuple[State, int]],
-        later: deque[tuple[State, int]],
+        frontier: list[State],
         layer: Layer,
-    ) -> None:
+        faults: int,
+    ) -> Iterator[State]:
+        """The states of a frontier, then those that a fault leads to from the depth before it."""
+        yield from frontier
+        if not 0 <= depth < len(before):
+            return
+        for state in before[depth]:
+            if self.world.settled(state):
+                continue
+            found: list[State] = []
+            for move in self.world.faults(state):
+                self._make(state, move, faults, found, layer)
+            yield from found
+
+    def _expand(self, state: State, faults: int, following: list[State], layer: Layer) -> None:
+        """Check a state, and make every move without a fault."""
         world, number = self.world, self._seen[state]
         if world.settled(state):
             path, wrong = world.wrong_at_the_end(state)
@@ -111,29 +137,22 @@ class Search:
             return
         moves = world.moves(state)
         if world.is_quiet(moves):
-            wrong = world.wrong_in_quiet(state)
-            self._report(number, [], wrong, faults)
+            self._report(number, [], world.wrong_in_quiet(state), faults)
             path, wrong = world.wrong_at_the_end(state)
             self._report(number, path, wrong, faults)
         for move in moves:
-            layer.moves += 1
-            after, violations = world.after(state, move)
-            if violations:
-                self._report(number, [move], list(violations), faults)
-            elif after not in self._seen:
-                self._note(after, number, move)
-                frontier.append((after, depth + 1))
-        if faults == self._most_faults:
-            return
-        for move in world.faults(state):
-            later_state = (state, move)
-            layer.moves += 1
-            after, violations = world.after(*later_state)
-            if violations:
-                self._report(number, [move], list(violations), faults + 1)
-            elif after not in self._seen:
-                self._note(after, number, move)
-                later.append((after, depth + 1))
+            self._make(state, move, faults, following, layer)
+
+    def _make(
+        self, state: State, move: Move, faults: int, following: list[State], layer: Layer
+    ) -> None:
+        layer.moves += 1
+        after, violations = self.world.after(state, move)
+        if violations:
+            self._report(self._seen[state], [move], list(violations), faults)
+        elif after not in self._seen:
+            self._note(after, self._seen[state], move)
+            following.append(after)
 
     def _note(self, state: State, before: int, move: Move) -> None:
         self._seen[state] = len(self._came_from)

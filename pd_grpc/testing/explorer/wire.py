@@ -132,6 +132,20 @@ class Line(NamedTuple):
 Wire: TypeAlias = tuple[Line, ...]
 
 
+def only_tells(message: Message) -> bool:
+    """Whether a message asks for nothing and decides nothing, so that it matters little when it
+    comes: progress, a chunk of KV and its acknowledgement, a heartbeat's."""
+    if message.kind == "chunk":
+        return True
+    if not isinstance(message.body, Proto):
+        return False
+    if message.kind == "prefill" and "event" in message.body.DESCRIPTOR.oneofs_by_name:
+        return message.body.WhichOneof("event") in ("queued", "progress")
+    if message.kind in ("transfer", "session"):
+        return message.body.WhichOneof("message") in ("ack", "opened", "heartbeat_ack", "load")
+    return False
+
+
 class WireRules:
     """What becomes of a wire; `ids` knows the calls and messages on it."""
 

@@ -18,7 +18,15 @@ from pd_grpc.testing.explorer.locals import Locals
 from pd_grpc.testing.explorer.prefill_process import PrefillProcess
 from pd_grpc.testing.explorer.process import Input, Looks, Process, Violation
 from pd_grpc.testing.explorer.scenario import Scenario
-from pd_grpc.testing.explorer.wire import GHOST, STALLED, Interned, Line, Wire, WireRules
+from pd_grpc.testing.explorer.wire import (
+    GHOST,
+    STALLED,
+    Interned,
+    Line,
+    Wire,
+    WireRules,
+    only_tells,
+)
 
 State: TypeAlias = tuple[int, ...]
 Move: TypeAlias = tuple[Any, ...]
@@ -54,6 +62,7 @@ class World:
         self._wire_numbers: dict[Wire, int] = {}
         self._begun: dict[tuple[int, int], int] = {}
         self._good: set[State] = set()
+        self._telling: dict[int, bool] = {}
         self._made: list[Callable[[int], Process]] = list(self._makers())
 
     def root(self) -> State:
@@ -66,9 +75,9 @@ class World:
         epochs = dict.fromkeys(self.names, FIRST_EPOCH)
         for name in self.names[: scenario.prefills]:
             config = scenario.prefill_config()
-            yield partial(_prefill, name, self.ids, config)
+            yield partial(_prefill, name, self.ids, config, scenario.fine)
         for name in self.names[scenario.prefills : self._first_client]:
-            yield partial(_decode, name, self.ids, scenario.decode_config())
+            yield partial(_decode, name, self.ids, scenario.decode_config(), scenario.fine)
         for i, wish in enumerate(scenario.wishes()):
             name = self.names[self._first_client + i]
             key = TransferKey(f"t{i + 1}", 1)
@@ -119,16 +128,26 @@ class World:
             who = self.ids.calls[line.call]
             if line.flags & STALLED:
                 continue
-            if line.up and not self.frozen(state, self._index[who.server]):
-                found.append(("up", line.call))
-            if line.down and not self.frozen(state, self._index[who.client]):
-                found.append(("down", line.call))
+            for way, queue, who_hears in (
+                ("up", line.up, who.server),
+                ("down", line.down, who.client),
+            ):
+                if queue and not self.frozen(state, self._index[who_hears]):
+                    found.append((way, line.call))
+                    if not self.scenario.fine and self._only_tells(queue[0]):
+                        return found[-1:]
         for i in range(len(self.names)):
             if self.runs(state, i):
                 found += [(step, i) for step in self.locals.all[state[i]].looks.steps]
         if not found and self._wake_s(state) is not None:
             found.append(("pass",))
         return found + self._ends_of_faults(state)
+
+    def _only_tells(self, message: int) -> bool:
+        found = self._telling.get(message)
+        if found is None:
+            found = self._telling[message] = only_tells(self.ids.messages[message])
+        return found
 
     def _ends_of_faults(self, state: State) -> list[Move]:
         found: list[Move] = []
@@ -321,12 +340,12 @@ class World:
         return found
 
 
-def _prefill(name: str, ids: Interned, config: Any, epoch: int) -> Process:
-    return PrefillProcess(name, epoch, ids, config)
+def _prefill(name: str, ids: Interned, config: Any, fine: bool, epoch: int) -> Process:
+    return PrefillProcess(name, epoch, ids, config, fine)
 
 
-def _decode(name: str, ids: Interned, config: Any, epoch: int) -> Process:
-    return DecodeProcess(name, epoch, ids, config)
+def _decode(name: str, ids: Interned, config: Any, fine: bool, epoch: int) -> Process:
+    return DecodeProcess(name, epoch, ids, config, fine)
 
 
 def _client(
