@@ -190,7 +190,7 @@ async def test_router_and_p(fault: Fault) -> None:
         limit_s = await fault(here.to_p)
         flying = here.p.machine.requests.in_flight
         await _known(limit_s, lambda: not here.router.ready, lambda: not flying)
-        await asyncio.wait_for(client, 2.0)
+        assert "PREFILL_LOST" in await asyncio.wait_for(client, 2.0)
 
 
 @either
