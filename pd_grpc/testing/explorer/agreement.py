@@ -93,12 +93,23 @@ def _served(world: World, state: State, facts: dict[str, Any]) -> Iterator[str]:
     for name, known in facts.items():
         if name[0] != "d":
             continue
+        served = {transfer[3] for transfer in known[1]}
+        for call in known[2] - served:
+            who = world.ids.calls[call]
+            expected = facts.get(who.client) if who.kind == "generate" else None
+            if expected is not None and not _prefills_for(facts, expected[0]):
+                yield f"{name}: {who.client} waits here, and nobody has anything for it"
         for key, _, _, call, _, _ in known[1]:
             if call is None:
                 continue
             client = world.ids.calls[call].client
             if call not in open_calls or (client in facts and facts[client][1]):
                 yield f"{name}: it keeps {key} for a client who has left or was answered"
+
+
+def _prefills_for(facts: dict[str, Any], key: Any) -> bool:
+    """Whether a P that can be asked, or that cannot, has yet to end a transfer."""
+    return any(f[0] == key for name, known in facts.items() if name[0] == "p" for f in known[0])
 
 
 def _of_prefill(known: Any) -> tuple[int, Any, Any, Any]:

@@ -153,8 +153,8 @@ class _Walk:
         self.parts.append("]")
 
     def memory(self, value: TagMemory) -> None:
-        """Last of all, when every block has been met."""
-        for block in self._blocks:
+        """After the pool, which meets every block; without one they keep their numbers."""
+        for block in self._blocks or range(value.num_blocks):
             self.parts.append(value.cells[block].hex() + ",")
 
     def block(self, block: int) -> None:

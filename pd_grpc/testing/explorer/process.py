@@ -15,7 +15,18 @@ from typing import Any, NamedTuple, TypeAlias
 from pd_grpc.protocol.faults import Fault, TransportFault
 from pd_grpc.testing.explorer.digest import EPOCH_OF_TIME
 from pd_grpc.testing.explorer.kv import WrongKv
-from pd_grpc.testing.explorer.wire import CANCEL, CLOSE, DOWN, END, OPEN, UP, Interned, Op, as_sent
+from pd_grpc.testing.explorer.wire import (
+    CANCEL,
+    CLOSE,
+    DOWN,
+    END,
+    OPEN,
+    POST,
+    UP,
+    Interned,
+    Op,
+    as_sent,
+)
 
 DEFECTS = (
     AssertionError,
@@ -120,6 +131,10 @@ class Process(ABC):
         call = self._ids.call(kind, self.name, server, name)
         self._ops.append(Op(OPEN, call, self._ids.message(message, body)))
         return call
+
+    def _post(self, kind: str, server: str, name: str, body: Any) -> None:
+        call = self._ids.call(kind, self.name, server, f"{self.epoch}/{name}")
+        self._ops.append(Op(POST, call, self._ids.message(kind, body)))
 
     def _up(self, call: int, message: str, body: Any = None) -> None:
         self._ops.append(Op(UP, call, self._ids.message(message, body)))

@@ -42,6 +42,9 @@ class Scenario:
     fine: bool = True
     """Whether the bulk sides are loops of their own, with their own place in every order."""
 
+    polling: bool = False
+    """Whether the processes are those of `polling` instead of ours."""
+
     @property
     def names(self) -> list[str]:
         """Every process, Ps first, then Ds, then clients."""
@@ -111,3 +114,12 @@ FULL = (
     Scenario(requests=((0, (0, 1)), (0, (1, 0))), fine=False),
 )
 """Two of each and two requests, in every way to pair them."""
+
+POLLING = Scenario(
+    prefills=2,
+    decodes=1,
+    requests=((0, (0,)), (1, (0,))),
+    faults=("lose", "crash", "leave"),
+    polling=True,
+)
+"""The published flows of FastDeploy, two requests on one D."""

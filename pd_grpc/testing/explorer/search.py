@@ -10,6 +10,9 @@ from time import monotonic
 from pd_grpc.testing.explorer.process import Violation
 from pd_grpc.testing.explorer.world import Move, State, World
 
+MOST_FOUND = 50
+"""Different violations that one search reports."""
+
 
 @dataclass(frozen=True)
 class Found:
@@ -161,8 +164,8 @@ class Search:
 
     def _report(self, number: int, path: list[Move], wrong: list[Violation], faults: int) -> None:
         for violation in wrong:
-            kind = (violation.invariant, violation.text.partition(":")[0])
-            if kind in self._kinds:
+            kind = (violation.invariant, violation.text)
+            if kind in self._kinds or len(self._kinds) >= MOST_FOUND:
                 continue
             self._kinds.add(kind)
             moves = [*self._way_to(number), *path]

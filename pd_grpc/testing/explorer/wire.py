@@ -114,10 +114,14 @@ UP = "up"
 DOWN = "down"
 """A server says something."""
 
-OPENED, STALLED, DEAF, GHOST, CUT = 1, 2, 4, 8, 16
+POST = "post"
+"""Something is put into a queue for a server, and not heard of again."""
+
+OPENED, STALLED, DEAF, GHOST, CUT, POSTED = 1, 2, 4, 8, 16, 32
 """Flags of a call: the server has heard of it; nothing of it is delivered for now; the client does
 not listen; it repeats another call, which nobody waits for and which outlives its server; its
-connection is gone, and only the news of that arrives."""
+connection is gone, and only the news of that arrives; it lies in a queue until its server reads
+it."""
 
 
 class Line(NamedTuple):
@@ -166,6 +170,9 @@ class WireRules:
             if kind == OPEN:
                 assert call not in lines, f"{self.ids.calls[call]} is opened twice"
                 lines[call] = Line(call, (message,), (), 0)
+                continue
+            if kind == POST:
+                lines[call] = Line(call, (message,), (), DEAF | GHOST | POSTED)
                 continue
             line = lines.get(call)
             if line is None:

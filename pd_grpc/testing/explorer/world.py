@@ -15,11 +15,13 @@ from pd_grpc.testing.explorer.agreement import disagreements
 from pd_grpc.testing.explorer.client_process import ClientProcess, Wish
 from pd_grpc.testing.explorer.decode_process import DecodeProcess
 from pd_grpc.testing.explorer.locals import Locals
+from pd_grpc.testing.explorer.polling import PollingClient, PollingDecode, PollingPrefill
 from pd_grpc.testing.explorer.prefill_process import PrefillProcess
 from pd_grpc.testing.explorer.process import Input, Looks, Process, Violation
 from pd_grpc.testing.explorer.scenario import Scenario
 from pd_grpc.testing.explorer.wire import (
     GHOST,
+    POSTED,
     STALLED,
     Interned,
     Line,
@@ -72,6 +74,9 @@ class World:
 
     def _makers(self) -> Iterator[Callable[[int], Process]]:
         scenario = self.scenario
+        if scenario.polling:
+            yield from self._polling_makers()
+            return
         epochs = dict.fromkeys(self.names, FIRST_EPOCH)
         for name in self.names[: scenario.prefills]:
             config = scenario.prefill_config()
@@ -83,6 +88,16 @@ class World:
             key = TransferKey(f"t{i + 1}", 1)
             router = scenario.router_config()
             yield partial(_client, name, self.ids, key, wish, epochs, router)
+
+    def _polling_makers(self) -> Iterator[Callable[[int], Process]]:
+        scenario = self.scenario
+        for name in self.names[: scenario.prefills]:
+            yield partial(_polling_prefill, name, self.ids)
+        for name in self.names[scenario.prefills : self._first_client]:
+            yield partial(_polling_decode, name, self.ids, scenario.decode_blocks)
+        for i, wish in enumerate(scenario.wishes()):
+            name = self.names[self._first_client + i]
+            yield partial(_polling_client, name, self.ids, TransferKey(f"t{i + 1}", 1), wish)
 
     # --- looking ---------------------------------------------------------------------------------
 
@@ -132,7 +147,8 @@ class World:
                 ("up", line.up, who.server),
                 ("down", line.down, who.client),
             ):
-                if queue and not self.frozen(state, self._index[who_hears]):
+                waits = line.flags & POSTED and state[self._index[who_hears]] < 0
+                if queue and not waits and not self.frozen(state, self._index[who_hears]):
                     found.append((way, line.call))
                     if not self.scenario.fine and self._only_tells(queue[0]):
                         return found[-1:]
@@ -186,7 +202,7 @@ class World:
 
     def _call_faults(self, line: Line, kinds: tuple[str, ...]) -> Iterator[Move]:
         who = self.ids.calls[line.call]
-        if "lose" in kinds and not line.flags & GHOST:
+        if "lose" in kinds and (line.flags & POSTED or not line.flags & GHOST):
             yield ("lose", line.call)
         if "stall" in kinds and not line.flags & STALLED and (line.up or line.down):
             yield ("stall", line.call)
@@ -358,3 +374,15 @@ def _client(
     epoch: int,
 ) -> Process:
     return ClientProcess(name, epoch, ids, key, wish, epochs, config)
+
+
+def _polling_prefill(name: str, ids: Interned, epoch: int) -> Process:
+    return PollingPrefill(name, epoch, ids)
+
+
+def _polling_decode(name: str, ids: Interned, num_blocks: int, epoch: int) -> Process:
+    return PollingDecode(name, epoch, ids, num_blocks)
+
+
+def _polling_client(name: str, ids: Interned, key: TransferKey, wish: Wish, epoch: int) -> Process:
+    return PollingClient(name, epoch, ids, key, wish)
