@@ -56,6 +56,9 @@ ROUTER_SETTINGS: Mapping[str, Any] = {
     "grace_s": 0.5,
     "connect_s": 1.0,
     "tombstone_s": 10.0,
+    # A machine that stands still for two seconds takes all of its instances for lost, and has them
+    # back at once.
+    "retry_wait_s": 8.0,
 }
 _TELL_SLOTS = 25
 _TRACE_MINUTES = 10.0
