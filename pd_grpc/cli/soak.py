@@ -24,6 +24,7 @@ _FIGURES = (
     "recovered_by_continuation",
     "faults_injected",
     "p99_detect_s",
+    "stall_max_s",
     "rss_growth_kib_per_1000",
     "took_s",
 )

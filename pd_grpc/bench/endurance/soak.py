@@ -18,6 +18,7 @@ from pd_grpc.bench.endurance.memory import MemorySeries
 from pd_grpc.bench.endurance.plan import HEARTBEAT_S, Manner, PlannedRequest, Slot
 from pd_grpc.bench.endurance.recovery import recovery_of
 from pd_grpc.bench.endurance.report import made_on
+from pd_grpc.bench.endurance.stalls import Stalls
 from pd_grpc.bench.endurance.tally import Tally
 from pd_grpc.bench.statistics import percentile
 from pd_grpc.bench.trace import read_trace
@@ -71,6 +72,7 @@ class Soak:
     fleet: Fleet
     stub: inference_pb2_grpc.InferenceServiceStub
     engine: EngineConfig
+    tell: Tell
     tally: Tally = field(default_factory=Tally)
     memory: MemorySeries = field(default_factory=MemorySeries)
     sent: int = 0
@@ -109,7 +111,9 @@ class Soak:
         leaves = request.leaves_after_s if request.manner is Manner.CANCEL else None
         reply = await ask(self.stub, message, request.budget_s, leaves)
         mistake = wrong(reply, self._right(request))
-        self.tally.add(request.name, request.manner, reply, mistake, harmer.now_wrong)
+        bad = self.tally.add(request.name, request.manner, reply, mistake, harmer.now_wrong)
+        if bad:
+            self.tell(bad)
 
     def _right(self, request: PlannedRequest) -> Right:
         if request.manner is Manner.INVALID:
@@ -131,12 +135,12 @@ async def soak(requests: int, seed: int, tell: Tell) -> dict[str, Any]:
     began = time.monotonic()
     trace = read_trace(None, _TRACE_MINUTES)
     fleet_plan = FleetPlan(settings=SETTINGS, router_settings=ROUTER_SETTINGS, links=True)
-    async with running_fleet(fleet_plan) as fleet:
+    async with running_fleet(fleet_plan) as fleet, Stalls().watched() as stalls:
         recovery = recovery_of(await fleet.server_info(ROUTER))
         tell(f"the router {recovery.in_words}")
         async with rpc.aio_channel(fleet.router.endpoint, Timeouts(), Sizes()) as channel:
             stub = inference_pb2_grpc.InferenceServiceStub(channel)
-            run = Soak(fleet, stub, EngineConfig(**_engine_settings()))
+            run = Soak(fleet, stub, EngineConfig(**_engine_settings()), tell)
             harmer = Harmer(fleet)
             changes = []
             for number, slot in enumerate(planning.plan_slots(requests, seed, trace), 1):
@@ -165,6 +169,7 @@ async def soak(requests: int, seed: int, tell: Tell) -> dict[str, Any]:
         "p99_detect_s": percentile(times, 0.99) if times else None,
         "detections": len(times),
         "undetected": unnoticed,
+        "stall_max_s": stalls.longest_s,
         "rss_growth_kib_per_1000": max(growth.values(), default=None),
         "rss_growth_by_process": growth,
         "told": run.tally.told,

@@ -71,9 +71,10 @@ class Tally:
     told: list[dict[str, Any]] = field(default_factory=list)
     """The first requests with which something was wrong."""
 
-    def add(self, name: str, manner: Manner, reply: Reply, mistake: str, during: str) -> None:
+    def add(self, name: str, manner: Manner, reply: Reply, mistake: str, during: str) -> str:
         """Count one request. `mistake` says what is wrong with what came, if anything is; `during`
-        what was going wrong in the system at its end."""
+        what was going wrong in the system at its end. Returns in words that it failed, hung or was
+        answered wrongly; nothing otherwise."""
         found = verdict(manner, reply)
         self.verdicts[found] += 1
         self.wrong += bool(mistake)
@@ -85,7 +86,9 @@ class Tally:
             reason = fault.reason.value if isinstance(fault, Fault) else ""
             self.failed_by_code[code] += 1
             self.failed_by_reason[reason or f"bare {code}"] += 1
-        if (mistake or found in (Verdict.FAILED, Verdict.HUNG)) and len(self.told) < MOST_TOLD:
+        if not mistake and found not in (Verdict.FAILED, Verdict.HUNG):
+            return ""
+        if len(self.told) < MOST_TOLD:
             self.told.append(
                 {
                     "request": name,
@@ -98,6 +101,8 @@ class Tally:
                     "during": during,
                 }
             )
+        why = mistake or ("" if fault is None else str(fault))
+        return f"{name} {found.value} after {len(reply.token_ids)} tokens: {why} ({during})"
 
     def figures(self) -> dict[str, Any]:
         """As they stand in the report."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 
 from pd_grpc.bench.endurance.asking import How, Reply, Right, wrong
@@ -9,9 +11,11 @@ from pd_grpc.bench.endurance.detection import Harm, detection_times
 from pd_grpc.bench.endurance.leaks import left_in
 from pd_grpc.bench.endurance.memory import MemorySeries
 from pd_grpc.bench.endurance.plan import Manner
+from pd_grpc.bench.endurance.stalls import Stalls
 from pd_grpc.bench.endurance.tally import Tally, Verdict, verdict
 from pd_grpc.protocol.faults import Code, Fault, Reason, TransportFault
 from pd_grpc.v1 import admin_pb2
+from tests.waiting import until
 
 RIGHT = Right((7, 8, 9), "abc", 4)
 
@@ -126,3 +130,10 @@ def test_what_is_left_in_a_server_is_what_it_says_itself() -> None:
         "d0: 1 of 10 blocks in no state",
         "d0: 3 transfers in flight",
     )
+
+
+async def test_a_loop_that_is_held_up_is_seen() -> None:
+    async with Stalls().watched() as stalls:
+        await until(lambda: stalls.longest_s > 0.0)
+        threading.Event().wait(0.3)
+        await until(lambda: stalls.longest_s >= 0.2)
