@@ -27,14 +27,13 @@ from pd_grpc.prefill.handover import Handover
 from pd_grpc.prefill.machine import PrefillMachine
 from pd_grpc.prefill.placement import Placement
 from pd_grpc.prefill.prepare import PreparePool
-from pd_grpc.prefill.releases import Releases
 from pd_grpc.prefill.requests import Requests
 from pd_grpc.prefill.scheduler import PrefillScheduler
+from pd_grpc.protocol.faults import Fault, Reason
 from pd_grpc.router.machine import CancelDecode, RoutedRequest
 from pd_grpc.testing.explorer.kv import TagMemory
-from pd_grpc.testing.explorer.scenario import ONE_DECODE, SMALL, Scenario
+from pd_grpc.testing.explorer.scenario import DIRECT, ONE_DECODE, SMALL, Scenario
 
-LONGER = Scenario(prefills=1, decodes=1, requests=((0, (0,)),), max_tokens=4, decode_blocks=4)
 IN_CHUNKS = Scenario(
     prefills=1, decodes=1, requests=((0, (0,)),), prompts=(5,), chunk_tokens=2, decode_blocks=4
 )
@@ -72,16 +71,10 @@ def _after(original: Callable[..., Any], more: Callable[..., Any]) -> Callable[.
 # --- D -------------------------------------------------------------------------------------------
 
 _give_back = Ledger._give_back
-_decode_end = Ledger.end
 
 
 def _freed_while_written_to(self: Ledger, transfer: Any, fault: Any) -> None:
     transfer.kv_complete = True
-    _give_back(self, transfer, fault)
-
-
-def _engine_forgotten(self: Ledger, transfer: Any, fault: Any) -> None:
-    self.in_step = frozenset()
     _give_back(self, transfer, fault)
 
 
@@ -121,20 +114,7 @@ def _complete_at_once(self: Any, event: Any) -> None:
         self._handoff.kv_completed(transfer)
 
 
-def _lost_with_its_prefill(self: SessionDesk, owner: Any, why: str) -> None:
-    for transfer in self._owned_by(owner):
-        transfer.handed_off_at = None
-    _lose(self, owner, why)
-
-
 _lose = SessionDesk._lose
-
-
-def _released_after_the_hand_off(self: PrefillDesk, request: Any) -> Any:
-    transfer = self._ledger.of_key((request.ref.transfer_id, request.ref.attempt))  # type: ignore[arg-type]
-    if transfer is not None:
-        transfer.handed_off_at = None
-    return _release(self, request)
 
 
 _release = PrefillDesk._release
@@ -157,11 +137,6 @@ def _shown_again(self: Ledger, transfer: Any) -> None:
 
 
 _emit = Ledger.emit
-
-
-def _overtaken(self: Reservations, grant_id: str, blocks: int, held_back: bool) -> Any:
-    self._waiting[grant_id] = blocks
-    return None
 
 
 def _not_written(self: TagMemory, blocks: Any, *args: Any) -> None:
@@ -227,14 +202,6 @@ def _freed_at_once(self: Requests, record: Any) -> None:
         self._lingering.pop(record.key, None)
 
 
-def _closed_by_itself(self: Handover, key: Any, shard: int, now: float) -> None:
-    record = self._requests.in_flight.get(key)
-    if record is not None:
-        record.streams.clear()
-    _completed(self, key, shard, now)
-
-
-_completed = Handover.completed
 _try_hand_off = Handover._try_hand_off
 
 
@@ -242,20 +209,6 @@ def _handed_off_early(self: Handover, record: Any, now: float) -> None:
     record.first_token_delivered = True
     record.streams.clear()
     _try_hand_off(self, record, now)
-
-
-def _every_answer_is_good(self: Handover, event: Any, now: float) -> None:
-    record = self._requests.in_flight.get(event.key)
-    if record is not None:
-        record.first_token_in_flight = False
-        record.first_token_delivered = True
-        self._try_hand_off(record, now)
-
-
-def _released_once(self: Releases, event: Any, now: float) -> None:
-    for owed in list(self._owed):
-        if owed.key == event.sent.key:
-            self._drop(owed, now)
 
 
 def _step_goes_on(self: Compute, step: int) -> None:
@@ -267,8 +220,6 @@ def _unlearned(self: Placement, record: Any, fault: Any, now: float) -> None:
 
 
 def _bare(fault: Any) -> Any:
-    from pd_grpc.protocol.faults import Fault, Reason
-
     return Fault(Reason.DECODE_LOST, str(fault))
 
 
@@ -288,6 +239,9 @@ PREFILL = [
     Planted("P never hands off", Handover, "_try_hand_off", _nothing),
     Planted("a place in the window is never given back", PreparePool, "withdraw", _nothing),
     Planted("P's engine never finishes", Compute, "_finish", _step_goes_on),
+    Planted(
+        "a refusal ends the request without a word to D", Placement, "turn_away", _unlearned, DIRECT
+    ),
     Planted("P computes nothing that is prepared", PrefillScheduler, "add", _nothing),
 ]
 
@@ -301,13 +255,6 @@ def _end_without(kind: type) -> Callable[..., Any]:
         return [action for action in _router_end(self) if not isinstance(action, kind)]
 
     return end
-
-
-_placing = RoutedRequest.on_placing
-
-
-def _old_leg_kept(self: RoutedRequest, target: Any, now: float) -> list[Any]:
-    return [a for a in _placing(self, target, now) if not isinstance(a, CancelDecode)]
 
 
 def _freed_twice(self: BlockPool, holding: Any) -> None:

@@ -6,7 +6,7 @@ import pytest
 
 from pd_grpc.testing.explore import explore, replay, walk
 from pd_grpc.testing.explorer.report import Report
-from pd_grpc.testing.explorer.scenario import FULL, ONE_DECODE, SMALL, TWO_DECODES, Scenario
+from pd_grpc.testing.explorer.scenario import DIRECT, FULL, ONE_DECODE, SMALL, TWO_DECODES, Scenario
 from pd_grpc.testing.explorer.walks import NoSuchMove
 
 
@@ -23,12 +23,12 @@ def test_one_request_goes_well_in_every_order_without_a_fault() -> None:
     assert report.states > 10_000
 
 
-@pytest.mark.parametrize("scenario", [SMALL, ONE_DECODE, TWO_DECODES, FULL[0]])
+@pytest.mark.parametrize("scenario", [SMALL, DIRECT, ONE_DECODE, TWO_DECODES, FULL[0]])
 def test_nothing_goes_wrong_in_a_short_search_with_faults(scenario: Scenario) -> None:
-    report = explore(states=20_000, scenarios=[scenario], most_faults=2)
+    report = explore(states=8_000, scenarios=[scenario], most_faults=2)
 
     is_clean(report)
-    assert report.states >= 20_000
+    assert report.states >= 8_000
 
 
 def test_nothing_goes_wrong_on_random_walks() -> None:

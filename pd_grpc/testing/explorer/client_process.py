@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from pd_grpc.protocol.config import RouterConfig
+from pd_grpc.protocol.faults import Fault, TransportFault
 from pd_grpc.protocol.refs import TransferKey
 from pd_grpc.router.machine import (
     Action,
@@ -45,6 +46,37 @@ class Wish:
     budget_s: float
 
 
+class BothLegs(RoutedRequest):
+    """A client that knows a P and a D, and waits until both of its calls have ended."""
+
+    _why: Fault | None = None
+
+    def on_prefill_failed(self, error: Fault | TransportFault, now: float) -> list[Action]:
+        """Of no consequence for the other leg."""
+        if self.ended or self.prefill is not PrefillLeg.OPEN:
+            return []
+        self.prefill = PrefillLeg.FAILED
+        self._why = self._of_prefill(error)
+        if self._answer_complete:
+            return self._finish()
+        return [] if self._decode_open else self._fail(self._why)
+
+    def on_decode_failed(self, leg: int, error: Fault | TransportFault, now: float) -> list[Action]:
+        """Of no consequence for the other leg."""
+        if self.ended or leg != self.leg or self._answer_complete:
+            return []
+        self._decode_open = False
+        self._why = self._of_decode(error)
+        return [] if self.prefill is PrefillLeg.OPEN else self._fail(self._why)
+
+    def on_handed_off(self, now: float) -> list[Action]:
+        """P has done its part."""
+        actions = super().on_handed_off(now)
+        if self.ended or self._decode_open or self._why is None:
+            return actions
+        return [*actions, *self._fail(self._why)]
+
+
 class ClientProcess(Process):
     """One request, from the choice of its instances to its answer."""
 
@@ -57,6 +89,7 @@ class ClientProcess(Process):
         wish: Wish,
         epochs: dict[str, int],
         config: RouterConfig,
+        direct: bool,
     ) -> None:
         """`epochs` are those of the Ds when the router last looked."""
         super().__init__(name, epoch, ids)
@@ -73,7 +106,8 @@ class ClientProcess(Process):
         self._epochs = epochs
         self._config = config
         times = RoutingTimes(config.grace_s, config.settle_s)
-        self.machine = RoutedRequest(wish.pairing, times, self.now + wish.budget_s)
+        kind = BothLegs if direct else RoutedRequest
+        self.machine = kind(wish.pairing, times, self.now + wish.budget_s)
         self.started = False
 
     # --- what others see -------------------------------------------------------------------------

@@ -11,9 +11,10 @@ from pd_grpc.router.policies import LeastLoad, Pairing, Target, pair
 from pd_grpc.testing.explorer.client_process import Wish
 from pd_grpc.testing.explorer.kv import BLOCK
 
-FAULTS = ("lose", "repeat", "stall", "freeze", "crash", "leave", "fail")
+FAULTS = ("lose", "repeat", "stall", "freeze", "crash", "leave", "fail", "hang")
 """What may go wrong: a call is lost with what is on its way, a request comes twice, a call is
-delayed as long as one likes, a process is stopped or killed, a client leaves, an engine raises."""
+delayed as long as one likes, a process is stopped or killed, a client leaves, an engine's step
+raises or lasts as long as one likes."""
 
 TIMES: dict[str, Any] = {
     "request_budget_s": 20.0,
@@ -41,6 +42,9 @@ class Scenario:
     faults: tuple[str, ...] = FAULTS
     fine: bool = True
     """Whether the bulk sides are loops of their own, with their own place in every order."""
+
+    direct: bool = False
+    """Whether clients make their two calls themselves, and let each end on its own."""
 
     polling: bool = False
     """Whether the processes are those of `polling` instead of ours."""
@@ -100,6 +104,11 @@ class Scenario:
 
 SMALL = Scenario(prefills=1, decodes=1, requests=((0, (0,)),), prompts=(3,))
 """One of each, and one request."""
+
+DIRECT = Scenario(
+    prefills=1, decodes=1, requests=((0, (0,)),), max_tokens=4, decode_blocks=4, direct=True
+)
+"""One of each without a router, so that P and D hear of each other's ends from each other alone."""
 
 TWO_DECODES = Scenario(prefills=1, decodes=2, requests=((0, (0, 1)), (0, (1,))))
 """Two Ds behind one P; the first request may turn to either."""

@@ -36,6 +36,12 @@ Move: TypeAlias = tuple[Any, ...]
 UNARY = frozenset({"allocate", "first", "release"})
 FIRST_EPOCH = 100
 PATIENCE = 400
+_ENGINES = 16
+"""Where the bits of engines that hang begin, after those of frozen processes."""
+
+_ENDS = ("restart", "thaw", "resume", "return")
+"""Moves that end a fault."""
+
 """How often time may pass before everything that was begun must have ended."""
 
 
@@ -87,7 +93,7 @@ class World:
             name = self.names[self._first_client + i]
             key = TransferKey(f"t{i + 1}", 1)
             router = scenario.router_config()
-            yield partial(_client, name, self.ids, key, wish, epochs, router)
+            yield partial(_client, name, self.ids, key, wish, epochs, router, scenario.direct)
 
     def _polling_makers(self) -> Iterator[Callable[[int], Process]]:
         scenario = self.scenario
@@ -116,6 +122,10 @@ class World:
     def frozen(self, state: State, i: int) -> bool:
         """Whether a process is stopped."""
         return bool(state[-2] >> i & 1)
+
+    def hangs(self, state: State, i: int) -> bool:
+        """Whether a process's engine does not come back."""
+        return bool(state[-2] >> (i + _ENGINES) & 1)
 
     def runs(self, state: State, i: int) -> bool:
         """Whether a process is up and not stopped."""
@@ -154,7 +164,8 @@ class World:
                         return found[-1:]
         for i in range(len(self.names)):
             if self.runs(state, i):
-                found += [(step, i) for step in self.locals.all[state[i]].looks.steps]
+                steps = self.locals.all[state[i]].looks.steps
+                found += [(step, i) for step in steps if step != "step" or not self.hangs(state, i)]
         if not found and self._wake_s(state) is not None:
             found.append(("pass",))
         return found + self._ends_of_faults(state)
@@ -170,14 +181,17 @@ class World:
         for i in range(len(self.names)):
             if state[i] < 0:
                 found.append(("restart", i))
-            elif self.frozen(state, i):
+                continue
+            if self.frozen(state, i):
                 found.append(("thaw", i))
+            if self.hangs(state, i):
+                found.append(("return", i))
         found += [("resume", line.call) for line in self.wire(state) if line.flags & STALLED]
         return found
 
     def is_quiet(self, moves: list[Move]) -> bool:
         """Whether nothing happens, of all these moves, unless time passes or a fault ends."""
-        return not moves or moves[0][0] in ("pass", "restart", "thaw", "resume")
+        return not moves or moves[0][0] in ("pass", *_ENDS)
 
     def faults(self, state: State) -> list[Move]:
         """What can go wrong."""
@@ -196,8 +210,8 @@ class World:
                 found += [("crash", i, True), ("crash", i, False)]
             if "freeze" in kinds:
                 found.append(("freeze", i))
-            if "fail" in kinds and "step" in looks.steps:
-                found.append(("fail", i))
+            if "step" in looks.steps and not self.hangs(state, i):
+                found += [(kind, i) for kind in ("fail", "hang") if kind in kinds]
         return found
 
     def _call_faults(self, line: Line, kinds: tuple[str, ...]) -> Iterator[Move]:
@@ -234,14 +248,14 @@ class World:
         i = move[1]
         if kind == "restart":
             return self._with(state, i, self._begin(i, -state[i])), ()
-        if kind in ("freeze", "thaw"):
-            touched = state[-1] | 1 << i
-            return (*state[:-2], state[-2] ^ 1 << i, touched), ()
+        if kind in ("freeze", "thaw", "hang", "return"):
+            bit = 1 << (i + _ENGINES if kind in ("hang", "return") else i)
+            return (*state[:-2], state[-2] ^ bit, state[-1] | 1 << i), ()
         if kind == "crash":
             wire = self.rules.crashed(wire, self.names[i], move[2])
             crashes = 1 + self.locals.process(state[i]).epoch - FIRST_EPOCH
             gone = self._with(state, i, -crashes, wire)
-            return (*gone[:-2], gone[-2] & ~(1 << i), gone[-1] | 1 << i), ()
+            return (*gone[:-2], gone[-2] & ~(1 << i | 1 << i + _ENGINES), gone[-1] | 1 << i), ()
         if kind in ("leave", "fail"):
             state = (*state[:-1], state[-1] | 1 << i)
         return self._happen(state, i, (kind,))
@@ -327,7 +341,7 @@ class World:
             if self.settled(state):
                 break
             moves = self.moves(state)
-            ends = [m for m in moves if m[0] in ("thaw", "resume")]
+            ends = [m for m in moves if m[0] in ("thaw", "resume", "return")]
             going = [m for m in moves if m[0] != "restart"]
             if not going or passes > PATIENCE:
                 return path, [*self._left_over(state, "everything ends")]
@@ -371,9 +385,10 @@ def _client(
     wish: Wish,
     epochs: dict[str, int],
     config: Any,
+    direct: bool,
     epoch: int,
 ) -> Process:
-    return ClientProcess(name, epoch, ids, key, wish, epochs, config)
+    return ClientProcess(name, epoch, ids, key, wish, epochs, config, direct)
 
 
 def _polling_prefill(name: str, ids: Interned, epoch: int) -> Process:
