@@ -1,0 +1,38 @@
+"""`pd-grpc explore` as a user runs it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from typer.testing import CliRunner
+
+from pd_grpc.cli.commands import app
+from tests.testing.planted import ALL, planted
+
+SHORT = ("explore", "--states", "4000", "--walks", "4", "--seed", "5")
+
+
+def test_the_command_tells_what_it_saw_and_writes_it_down(tmp_path: Path) -> None:
+    file = tmp_path / "explored.json"
+
+    result = CliRunner().invoke(app, [*SHORT, "--json", str(file)])
+
+    assert result.exit_code == 0, result.output
+    assert "4000 states in" in result.output and "0 violations" in result.output
+    report = json.loads(file.read_text())
+    assert (report["states"], report["walks"], report["seed"]) == (4000, 4, 5)
+    assert report["violations"] == []
+    assert len(report["searches"]) == 4
+    assert all(layer["depth"] > 0 for s in report["searches"] for layer in s["layers"][:1])
+
+
+def test_a_violation_is_printed_with_its_moves_and_fails_the_command() -> None:
+    (fault,) = (each for each in ALL if each.name == "P takes blocks before it has a grant")
+
+    with planted(fault):
+        result = CliRunner().invoke(app, [*SHORT, "--walks", "0", "--faults", "1"])
+
+    assert result.exit_code == 1
+    assert "no hold and wait" in result.output
+    assert "start c1" in result.output
