@@ -23,6 +23,9 @@ from pd_grpc.v1 import inference_pb2_grpc
 
 _VOCAB = 600
 _BUDGET_S = 300.0
+_ROUTER = {"retry_wait_s": 8.0}
+"""Beside its defaults, the heartbeat among them: a kill closes connections, and needs none to be
+noticed. A machine whose cores are all busy may take a while to bring an instance back."""
 
 
 @dataclass(frozen=True)
@@ -72,14 +75,11 @@ class SimQuestions(Questions):
             "num_blocks": 4096,
             "max_batch": 256,
             "request_budget_s": _BUDGET_S,
-            "heartbeat_s": 1.0,
-            "lease_s": 3.0,
-            "grace_s": 0.5,
         }
         self.prefill_settings = {"sim_time_scale": 1.0}
         # Some four tokens a second for each of a hundred streams.
         self.decode_settings = {"sim_time_scale": 20.0}
-        self.router_settings = {"engine": "sim", "sim_vocab": _VOCAB, "heartbeat_s": 1.0}
+        self.router_settings = {"engine": "sim", "sim_vocab": _VOCAB, **_ROUTER}
         self._config = EngineConfig(engine="sim", sim_vocab=_VOCAB)
 
     def question(self, stream: int, number: int) -> Question:
@@ -131,7 +131,7 @@ class ModelQuestions(Questions):
         }
         self.prefill_settings = {}
         self.decode_settings = {}
-        self.router_settings = {"engine": "torch", "model": "smollm2"}
+        self.router_settings = {"engine": "torch", "model": "smollm2", **_ROUTER}
         self._all = [
             Question(tuple(self._tokenizer.encode_chat([("user", text)])), sampling)
             for i, text in enumerate(PROMPTS)
