@@ -66,12 +66,14 @@ async def test_a_request_of_our_own_is_computed_and_decoded_however_long_it_wait
         holder = d.request(prompt=list(range(100, 180)))
         await p.allocate(holder)
         waiting, own = d.request(prompt=list(range(300, 340)), max_tokens=4), d.request()
-        calls = [
-            d.inference.Generate(r.generate(True), timeout=CALL_S, metadata=parent(CLIENT_TRACE))
-            for r in (waiting, own)
-        ]
-        answers = [asyncio.create_task(tokens_of(call)) for call in calls]
-        await until(lambda: len(d.server.machine.ledger.reservations) == 2)
+        answers = []
+        # One after the other: of calls made together the later one may come first.
+        for request in (waiting, own):
+            call = d.inference.Generate(
+                request.generate(True), timeout=CALL_S, metadata=parent(CLIENT_TRACE)
+            )
+            answers.append(asyncio.create_task(tokens_of(call)))
+            await until(lambda: len(d.server.machine.ledger.reservations) == len(answers))
         await p.release(holder)
         assert await asyncio.gather(*answers) == [d.answer(waiting), d.answer(own)]
         of_client = [s for s in exporter.get_finished_spans() if trace_of(s) == CLIENT_TRACE]
