@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
+import atexit
 import os
 import signal
 import sys
@@ -69,6 +69,8 @@ def run(
     use; the reason goes to standard error. Prints `ready ROLE NAME ENDPOINT` on
     standard output once it answers.
     """
+    for stream in (sys.stdout, sys.stderr):
+        atexit.register(_let_go, stream)
     try:
         config = load_settings(settings, argv, os.environ)
         keep_freed_memory()
@@ -97,8 +99,23 @@ def progress(line: str) -> None:
 
 def _say(line: str, stream: TextIO) -> None:
     """Write a line. That nobody reads any more, or a disk is full, is no reason not to serve."""
-    with contextlib.suppress(OSError):
+    try:
         print(line, file=stream, flush=True)
+    except OSError:
+        atexit.register(_let_go, stream)
+
+
+def _let_go(stream: TextIO) -> None:
+    """What could not be written is no reason to end with a status of its own: the interpreter tries
+    once more when it ends, and would end with 120."""
+    if stream.closed:
+        return
+    try:
+        stream.flush()
+    except OSError:
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, stream.fileno())
+        os.close(nowhere)
 
 
 async def load(work: Callable[[], T]) -> T:

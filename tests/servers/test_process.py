@@ -27,6 +27,9 @@ FULL = "/dev/full"
 """Every write to it fails as on a full disk."""
 END_S = 30.0
 
+BUFFERED = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+"""What could not be written is tried again when the process ends."""
+
 full_disk = pytest.mark.skipif(not os.path.exists(FULL), reason="there is no /dev/full")
 
 
@@ -52,7 +55,10 @@ def test_a_server_whose_output_is_on_a_full_disk_serves_and_ends_as_ever() -> No
     with (
         open(FULL, "w") as full,
         subprocess.Popen(
-            [sys.executable, "-m", "pd_grpc.servers.decode", *arguments], stdout=full, stderr=full
+            [sys.executable, "-m", "pd_grpc.servers.decode", *arguments],
+            stdout=full,
+            stderr=full,
+            env=BUFFERED,
         ) as running,
     ):
         try:
@@ -98,5 +104,7 @@ def test_a_step_that_hangs_does_not_keep_a_process_from_ending() -> None:
 def test_loading_goes_on_when_its_progress_cannot_be_written() -> None:
     program = "from pd_grpc.servers.process import progress; progress('loading weights')"
     with open(FULL, "w") as full:
-        done = subprocess.run([sys.executable, "-c", program], stderr=full, timeout=END_S)
+        done = subprocess.run(
+            [sys.executable, "-c", program], stderr=full, timeout=END_S, env=BUFFERED
+        )
     assert done.returncode == 0
