@@ -211,11 +211,16 @@ class Placement:
     def _refused(self, record: PrefillRecord, fault: AnyFault, now: float) -> None:
         session = self.conversations[record.target.endpoint]
         known = session.session_id == record.asked_session and session.phase is Phase.OPEN
-        if isinstance(fault, Fault) and fault.reason is Reason.NO_SESSION and not known:
-            # The session is being renewed, or was, while the call was under way: ask in the new
-            # one's name.
-            self._ask_again(record, now)
-            return
+        if isinstance(fault, Fault) and fault.reason is Reason.NO_SESSION:
+            if not known:
+                # The session is being renewed, or was, while the call was under way: ask in the new
+                # one's name.
+                self._ask_again(record, now)
+                return
+            # P has yet to hear that the session is gone; a D that has forgotten it is none to wait
+            # for, and no mistake of the caller's.
+            text = f"{session.endpoint} no longer knows the session with this prefill"
+            fault = Fault(Reason.DECODE_LOST, text)
         self.turn_away(record, fault, now)
 
     def _ask_again(self, record: PrefillRecord, now: float) -> None:

@@ -258,6 +258,19 @@ def test_an_allocate_refused_before_the_new_session_is_there_asks_again_then(
     assert world.ask().request.session_id == "d1-s2"
 
 
+def test_a_d_that_forgets_the_session_before_p_hears_of_it_is_lost_for_the_request(
+    world: World,
+) -> None:
+    call = world.call("t-1", decodes=(D1, D2))
+    world.connect()
+    world.refuse(Fault(Reason.NO_SESSION, "unknown session"))
+    assert world.emitted(call) == ["queued", "placing"]
+    alone = world.call("t-2")
+    world.refuse(Fault(Reason.NO_SESSION, "unknown session"), "t-2")
+    fault = world.fault(alone)
+    assert fault.reason is Reason.DECODE_LOST and "no longer knows the session" in fault.message
+
+
 def test_an_allocate_outlives_a_session_that_comes_back(world: World) -> None:
     world.bring_to(PrefillState.ALLOCATING)
     world.break_session()
