@@ -28,6 +28,8 @@ class Case:
     """How D's client ends; None is any fault, or LEFT."""
     named: str = ""
     """What the fault that P ends with names."""
+    may_work: bool = False
+    """It depends on which message comes first whether P ends so or the answer is right."""
 
     def __str__(self) -> str:
         return f"{self.field}-{self.scene.__name__}"
@@ -82,7 +84,8 @@ CASES = [
     *refused(scenes.plain, Reason.FEATURE, "Plane.kind", named="planes[0].kind"),
     *works(scenes.plain, "KvLayout.format", "KvGroup.kind", "Shard.tp_size"),
     # The grant.
-    *refused(scenes.plain, Reason.NO_SESSION, "AllocateRequest.session_id", named="session"),
+    # To P a D that does not know its session is one that has lost it.
+    *refused(scenes.plain, Reason.DECODE_LOST, "AllocateRequest.session_id", named="session"),
     *refused(scenes.plain, Reason.BAD_REQUEST, "AllocateRequest.ref"),
     *refused(scenes.plain, Reason.BAD_REQUEST, "AllocateRequest.prompt_tokens"),
     *refused(scenes.plain, Reason.BAD_REQUEST, "AllocateRequest.max_new_tokens"),
@@ -136,7 +139,9 @@ CASES = [
     *works(scenes.in_pieces, "TransferResponse.ack", "TransferAck.ranges"),
     *works(scenes.in_pieces, "TransferAck.accepted_bytes", "TransferOpened.window_bytes"),
     *works(scenes.reopened, "TransferOpened.verified", "KvRange.layer_start"),
-    *works(scenes.reopened, "KvRange.layer_count", "KvRange.block_start", "KvRange.block_count"),
+    *works(scenes.reopened, "KvRange.layer_count", "KvRange.block_count"),
+    # P takes what D has said it has for sent; D finds what is missing at the end.
+    Case("KvRange.block_start", scenes.reopened, Reason.WRONG_STATE, None, "have not come", True),
     *works(scenes.plain, "TransferCompleted.chunks", "TransferCompleted.bytes"),
     # What D has it has said, but not that it has everything: P cannot know.
     Case("TransferResponse.completed", scenes.plain, Reason.RELEASED, RIGHT),

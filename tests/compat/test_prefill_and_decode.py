@@ -3,6 +3,8 @@ and whatever is said that nobody knows yet."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from pd_grpc.protocol.faults import Fault
@@ -34,6 +36,8 @@ SCENES: list[Play] = sorted({case.scene for case in CASES}, key=lambda scene: st
 def check(case: Case, ended: Ended) -> None:
     """Both legs ended as was decided, and no token was wrong."""
     said = ended.prefill
+    if case.may_work and said is None:
+        case = replace(case, prefill=None, client=RIGHT)
     if case.prefill is None:
         assert said is None, f"P: {said}"
     else:
