@@ -59,7 +59,7 @@ async def test_a_lease_that_a_frozen_p_does_not_renew_ends() -> None:
         assert fault_of(generate).reason is Reason.LEASE_EXPIRED
         assert fault_of(generate).code is Code.UNAVAILABLE
         assert fault_of(prefill).reason is Reason.LEASE_EXPIRED
-        assert d.pool.free == d.pool.total and not d.machine.ledger.transfers
+        await until(lambda: d.pool.free == d.pool.total and not d.machine.ledger.transfers)
         taken.release()
 
 

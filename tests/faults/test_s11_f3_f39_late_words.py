@@ -40,7 +40,7 @@ async def test_a_first_token_after_reclaim_is_refused_safely() -> None:
         assert isinstance(generate.fault, Fault)
         assert generate.fault.code is Code.DEADLINE_EXCEEDED and generate.tokens == []
         assert remembered(d, request) is DecodeState.FAILED and at_d.strikes(arrived) == 0
-        assert d.pool.free == d.pool.total
+        await until(lambda: d.pool.free == d.pool.total)
         late = d.machine.ledger.late_events
         other = request_to(d, random_seed=2)
         assert (await cluster.run(p, d, other))[1].tokens == answer_to(other)
@@ -103,4 +103,5 @@ async def test_an_end_is_not_overwritten_by_success() -> None:
         assert (await asyncio.wait_for(prefill, 5)).fault is not None
         late = d.machine.ledger.late_events
         await until(lambda: at_d.strikes(arrived) == 1 and d.machine.ledger.late_events > late)
-        assert remembered(d, request) is state and d.pool.free == d.pool.total
+        assert remembered(d, request) is state
+        await until(lambda: d.pool.free == d.pool.total)

@@ -35,12 +35,6 @@ async def fill(d: DecodeHand, p: KitPrefill, *pieces: int, leave: int = 0) -> li
     return held
 
 
-async def load_now(p: KitPrefill) -> decode_pb2.Load:
-    """D's load as it is: what the ack of one heartbeat has brought is here with the next."""
-    await p.heartbeat(*sorted(p.held))
-    return await p.load()
-
-
 async def free(p: KitPrefill, blocks: int) -> decode_pb2.Load:
     """Wait until so many blocks are free; returns the load that says so. What was given back may
     have to wait for its last writer."""
@@ -48,7 +42,7 @@ async def free(p: KitPrefill, blocks: int) -> decode_pb2.Load:
     def right(load: decode_pb2.Load) -> bool:
         return load.free_blocks == blocks
 
-    return await eventually(lambda: load_now(p), right, f"{blocks} blocks free")
+    return await eventually(p.load_now, right, f"{blocks} blocks free")
 
 
 async def queued(p: KitPrefill, requests: int) -> decode_pb2.Load:
@@ -57,7 +51,7 @@ async def queued(p: KitPrefill, requests: int) -> decode_pb2.Load:
     def right(load: decode_pb2.Load) -> bool:
         return load.queued_requests == requests
 
-    return await eventually(lambda: load_now(p), right, f"{requests} Allocates that wait")
+    return await eventually(p.load_now, right, f"{requests} Allocates that wait")
 
 
 async def wait_in_queue(p: KitPrefill, request: Request, before: int, **fields: Any) -> Any:

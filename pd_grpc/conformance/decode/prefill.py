@@ -112,6 +112,11 @@ class KitPrefill:
         what = "D's load after the ack of the first heartbeat"
         return await self._told.once(lambda: self._told.load, what, None)
 
+    async def load_now(self) -> decode_pb2.Load:
+        """D's load as it is: what the ack of one heartbeat has brought is here with the next."""
+        await self.heartbeat(*sorted(self.held))
+        return await self.load()
+
     def load_with(self, ack: decode_pb2.HeartbeatAck) -> decode_pb2.Load:
         """D's load when it sent an ack: what it told right after it, or last where that had not
         changed. Known for sure once the next ack is here."""

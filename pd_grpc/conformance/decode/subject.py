@@ -154,12 +154,12 @@ class DecodeSubject:
             if self._watch_is_lost:
                 await self._watch_again()
             try:
-                return await self._watch.load()
+                return await self._watch.load_now()
             except Broken:
                 if not self._watch_is_lost:
                     raise
                 await self._watch_again()
-                return await self._watch.load()
+                return await self._watch.load_now()
 
         def right(load: decode_pb2.Load) -> bool:
             return load.free_blocks == self.total_blocks and not load.queued_requests

@@ -8,7 +8,7 @@ from pd_grpc.conformance.calls import check_field, check_metadata
 from pd_grpc.conformance.case import NotApplicable, answer_s, expect, expect_equal, soon_s
 from pd_grpc.conformance.decode.cases.registry import DECODE_CASES as case
 from pd_grpc.conformance.decode.handover import HandOver
-from pd_grpc.conformance.decode.pool import fill, load_now, request_of, wait_in_queue
+from pd_grpc.conformance.decode.pool import fill, request_of, wait_in_queue
 from pd_grpc.conformance.decode.prefill import wanted_blocks
 from pd_grpc.conformance.decode.subject import DecodeHand
 from pd_grpc.conformance.request import Request, prompt_of
@@ -194,7 +194,7 @@ async def no_budget(d: DecodeHand) -> None:
     request = d.request()
     fault = await p.allocate_refused(request, Reason.STAGE_DEADLINE, "budget 0", budget=duration(0))
     check_metadata(fault, stage="allocate")
-    load = await load_now(p)
+    load = await p.load_now()
     expect_equal(load.free_blocks, load.total_blocks, "free_blocks")
 
 
@@ -228,7 +228,7 @@ async def no_kv_needed(d: DecodeHand) -> None:
     leg = d.generate(request)
     grant = await p.allocate(request, kv_needed=False)
     expect(not grant.wanted and not grant.shards, "no blocks wanted and no shards", grant)
-    load = await load_now(p)
+    load = await p.load_now()
     expect_equal(load.free_blocks, load.total_blocks, "free_blocks")
     token = d.first_token(request)
     finished = types_pb2.FINISH_REASON_LENGTH

@@ -6,7 +6,7 @@ from pd_grpc.conformance.calls import check_fault, check_metadata, refusal
 from pd_grpc.conformance.case import expect_equal
 from pd_grpc.conformance.decode.cases.registry import DECODE_CASES as case
 from pd_grpc.conformance.decode.handover import HandOver
-from pd_grpc.conformance.decode.pool import fill, free, granted, load_now, wait_in_queue
+from pd_grpc.conformance.decode.pool import fill, free, granted, wait_in_queue
 from pd_grpc.conformance.decode.prefill import KitPrefill
 from pd_grpc.conformance.decode.subject import DecodeHand
 from pd_grpc.conformance.request import Request
@@ -20,7 +20,7 @@ async def a_greater_attempt(d: DecodeHand) -> None:
     request = d.request()
     leg = d.generate(request)
     await p.allocate(request)
-    one = (await load_now(p)).free_blocks
+    one = (await p.load_now()).free_blocks
     newer = _attempt(request, 2)
     grant = await p.allocate(newer)
     _superseded(await leg.fails(Reason.SUPERSEDED, "attempt 1"))

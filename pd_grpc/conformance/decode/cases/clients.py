@@ -105,7 +105,7 @@ async def p_hears_that_no_client_came(d: DecodeHand) -> None:
 async def nothing_is_generated_before_the_client_comes(d: DecodeHand) -> None:
     """P has handed over all; until its client comes the transfer is no request that decodes."""
     h = await handed_off(d)
-    load: decode_pb2.Load = await pool.load_now(h.p)
+    load: decode_pb2.Load = await h.p.load_now()
     expect_equal(load.decoding_requests, 0, "decoding_requests")
     expect_equal(await h.p.release(h.request), types_pb2.TRANSFER_STATE_READY, "the state")
     h.client_comes()

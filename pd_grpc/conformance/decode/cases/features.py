@@ -6,7 +6,6 @@ from pd_grpc.conformance.calls import check_feature
 from pd_grpc.conformance.case import expect_equal
 from pd_grpc.conformance.decode.cases.registry import DECODE_CASES as case
 from pd_grpc.conformance.decode.handover import HandOver
-from pd_grpc.conformance.decode.pool import load_now
 from pd_grpc.conformance.decode.subject import DecodeHand
 from pd_grpc.conformance.sampling_values import (
     SAMPLING_OFF,
@@ -25,7 +24,7 @@ async def scope_in_allocate(d: DecodeHand) -> None:
     for path, scope in reserved_scopes():
         fault = await p.allocate_refused(d.request(), Reason.FEATURE, path, scope=scope)
         check_feature(fault, path)
-    load = await load_now(p)
+    load = await p.load_now()
     expect_equal(load.free_blocks, load.total_blocks, "free_blocks")
 
 
@@ -40,7 +39,7 @@ async def sampling_in_allocate(d: DecodeHand) -> None:
     for path, sampling in reserved_sampling():
         fault = await p.allocate_refused(d.request(), Reason.FEATURE, path, sampling=sampling)
         check_feature(fault, path)
-    load = await load_now(p)
+    load = await p.load_now()
     expect_equal(load.free_blocks, load.total_blocks, "free_blocks")
 
 

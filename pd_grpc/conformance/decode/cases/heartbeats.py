@@ -9,7 +9,7 @@ from pd_grpc.conformance.calls import Stream
 from pd_grpc.conformance.case import NotApplicable, answer_s, eventually, expect, expect_equal
 from pd_grpc.conformance.decode.cases.registry import DECODE_CASES as case
 from pd_grpc.conformance.decode.handover import HandOver
-from pd_grpc.conformance.decode.pool import fill, free, load_now, queued, request_of
+from pd_grpc.conformance.decode.pool import fill, free, queued, request_of
 from pd_grpc.conformance.decode.prefill import KitPrefill
 from pd_grpc.conformance.decode.subject import DecodeHand
 from pd_grpc.protocol.faults import Reason, read_status
@@ -119,7 +119,7 @@ async def load_follows_the_ack(d: DecodeHand) -> None:
     for blocks in (3, 2):
         request = request_of(d, blocks)
         await p.allocate(request)
-        load = await load_now(p)
+        load = await p.load_now()
         expect_equal(load.total_blocks, total, "total_blocks")
         expect_equal(load.free_blocks, total - blocks, f"free_blocks, with {blocks} granted,")
         await p.release(request)
@@ -178,7 +178,7 @@ async def load_counts_who_decodes(d: DecodeHand) -> None:
     else:
         raise NotApplicable(f"each of {TRIES} answers was complete before D could be asked")
     expect_equal(load.decoding_requests, 1, "decoding_requests")
-    await eventually(lambda: load_now(p), lambda now: not now.decoding_requests, "no transfer")
+    await eventually(lambda: p.load_now(), lambda now: not now.decoding_requests, "no transfer")
 
 
 async def _load_amid_an_answer(d: DecodeHand, p: KitPrefill) -> decode_pb2.Load | None:

@@ -28,7 +28,6 @@ from pd_grpc.conformance.decode.pool import (
     fill,
     free,
     granted,
-    load_now,
     queued,
     request_of,
     wait_in_queue,
@@ -278,7 +277,7 @@ async def the_queue_is_full(d: DecodeHand) -> None:
         if len(calls) >= MOST_ASKED:
             raise NotApplicable(f"{MOST_ASKED} Allocates may wait, or more")
         calls += [p.ask(d.request()) for _ in range(ASKED_AT_ONCE)]
-        load = await eventually(lambda: load_now(p), seen, "every Allocate waiting or refused")
+        load = await eventually(lambda: p.load_now(), seen, "every Allocate waiting or refused")
     expect(load.queued_requests >= 1, "those that came before waiting on", load)
     for call in refused:
         await _with_details(call, Reason.QUEUE_FULL)
