@@ -8,14 +8,21 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Sequence
 
-from tools import case_tables, prepare_knobs, protocol_reference, readme_tables, sim_page
+from tools import (
+    case_tables,
+    prepare_figures,
+    prepare_knobs,
+    protocol_reference,
+    readme_tables,
+    sim_page,
+)
 from tools.marked_parts import Parts, with_parts
 from tools.proto_source import ROOT, read_protos
 
 PAGES: dict[str, Callable[[], Parts]] = {
     "README.md": lambda: readme_tables.TABLES,
     "docs/conformance.md": lambda: case_tables.TABLES,
-    "docs/prepare.md": lambda: prepare_knobs.PARTS,
+    "docs/prepare.md": lambda: {**prepare_knobs.PARTS, **prepare_figures.PARTS},
     "docs/protocol.md": lambda: protocol_reference.parts(read_protos()),
     "docs/sim.md": lambda: sim_page.PARTS,
 }
