@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Iterable
 from typing import Any
 
-from pd_grpc.blocks.pool import BlockPool, BlockState
+from pd_grpc.blocks.pool import BlockState
 from pd_grpc.decode import actions as act
 from pd_grpc.decode import events as ev
 from pd_grpc.decode.deadlines import OfTransfer, TransferTimer
@@ -19,6 +19,7 @@ from pd_grpc.protocol.config import DecodeConfig
 from pd_grpc.protocol.faults import Fault, Reason
 from pd_grpc.protocol.messages import duration, seconds
 from pd_grpc.protocol.refs import TransferKey
+from pd_grpc.testing.explorer.engine_process import EngineProcess
 from pd_grpc.testing.explorer.kv import (
     EOS,
     LAYOUT,
@@ -26,11 +27,10 @@ from pd_grpc.testing.explorer.kv import (
     TOKENIZER,
     VOCAB,
     Tag,
-    TagMemory,
     next_token,
     number_of,
 )
-from pd_grpc.testing.explorer.process import Input, Looks, Process
+from pd_grpc.testing.explorer.process import Input, Looks
 from pd_grpc.testing.explorer.wire import CANCEL, CLOSE, Interned, Message
 from pd_grpc.transport.chunk_codec import IncomingChunk
 from pd_grpc.v1 import admin_pb2, decode_pb2, inference_pb2, layout_pb2, types_pb2
@@ -39,16 +39,14 @@ _OF_PREFILL = frozenset({Reason.PREFILL_LOST, Reason.LEASE_EXPIRED, Reason.SUPER
 _OURS = (DecodeState.DECODING, DecodeState.PREEMPTED)
 
 
-class DecodeProcess(Process):
+class DecodeProcess(EngineProcess):
     """One D."""
 
     def __init__(
         self, name: str, epoch: int, ids: Interned, config: DecodeConfig, fine: bool
     ) -> None:
-        super().__init__(name, epoch, ids)
+        super().__init__(name, epoch, ids, config.num_blocks, fine)
         self.config = config
-        self.fine = fine
-        self.pool = BlockPool(config.num_blocks)
         self.minted: Counter[str] = Counter()
         self.subject = ""
         instance = types_pb2.Instance(name=name, epoch=epoch, role=types_pb2.ROLE_DECODE)
@@ -66,10 +64,7 @@ class DecodeProcess(Process):
         self.clients: set[int] = set()
         self.sessions: set[int] = set()
         self.streams: set[int] = set()
-        self.to_bulk: deque[act.ToReceiver] = deque()
-        self.news: deque[ev.Event] = deque()
         self.plan: act.StepPlan | None = None
-        self.memory = TagMemory(config.num_blocks)
         self.receiver = Receiver(config, LAYOUT, self.memory, epoch)
         self.keys: dict[str, TransferKey] = {}
         self.handed_off: frozenset[TransferKey] = frozenset()
@@ -93,10 +88,7 @@ class DecodeProcess(Process):
             steps.append("expire")
         if self.plan is not None:
             steps.append("step")
-        if self.to_bulk:
-            steps.append("bulk")
-        if self.news:
-            steps.append("news")
+        steps += self._posted()
         settled = not (steps or ledger.transfers or ledger._quarantine or self.streams)
         facts = tuple(
             (
@@ -149,10 +141,8 @@ class DecodeProcess(Process):
             assert plan is not None
             raised = Fault(Reason.ENGINE_ERROR, "the engine raised")
             self._feed(ev.StepFailed(plan.step, raised))
-        elif kind == "bulk":
-            self._bulk(self.to_bulk.popleft())
         else:
-            self._feed(self.news.popleft())
+            self._take_posted(kind)
 
     def _heard(self, call: int, kind: str, message: Message) -> None:
         if kind == "session":
@@ -244,13 +234,6 @@ class DecodeProcess(Process):
 
     def _about(self, ref: types_pb2.TransferRef) -> None:
         self.subject = f"{ref.transfer_id}#{ref.attempt}"
-
-    def _catch_up(self) -> None:
-        while self.to_bulk or self.news:
-            while self.to_bulk:
-                self._bulk(self.to_bulk.popleft())
-            if self.news:
-                self._feed(self.news.popleft())
 
     # --- what it does ----------------------------------------------------------------------------
 

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections import deque
 from typing import Any
 
-from pd_grpc.blocks.pool import BlockPool, BlockState
+from pd_grpc.blocks.pool import BlockState
 from pd_grpc.engine.base import Sampled
 from pd_grpc.prefill import actions as act
 from pd_grpc.prefill import events as ev
@@ -17,16 +16,16 @@ from pd_grpc.prefill.states import TRANSITIONS, PrefillState
 from pd_grpc.protocol.config import PrefillConfig
 from pd_grpc.protocol.faults import Code, Fault, Reason, TransportFault, stage_deadline
 from pd_grpc.protocol.refs import TransferKey
+from pd_grpc.testing.explorer.engine_process import EngineProcess
 from pd_grpc.testing.explorer.kv import (
     LAYOUT,
     TOKENIZER,
     Tag,
-    TagMemory,
     limits,
     next_token,
     number_of,
 )
-from pd_grpc.testing.explorer.process import Input, Looks, Process, server_of
+from pd_grpc.testing.explorer.process import Input, Looks, server_of
 from pd_grpc.testing.explorer.wire import BROKEN, CANCEL, END, Interned, Message
 from pd_grpc.transport.base import Slab
 from pd_grpc.transport.chunk_codec import checksum
@@ -45,17 +44,15 @@ class _Sending:
         self.streams = 0
 
 
-class PrefillProcess(Process):
+class PrefillProcess(EngineProcess):
     """One P."""
 
     def __init__(
         self, name: str, epoch: int, ids: Interned, config: PrefillConfig, fine: bool
     ) -> None:
-        super().__init__(name, epoch, ids)
+        super().__init__(name, epoch, ids, config.num_blocks, fine)
         self.config = config
-        self.fine = fine
         instance = types_pb2.Instance(name=name, epoch=epoch, role=types_pb2.ROLE_PREFILL)
-        self.pool = BlockPool(config.num_blocks)
         self.machine = PrefillMachine(
             config, instance, limits(config.num_blocks), self.pool, TOKENIZER
         )
@@ -65,10 +62,7 @@ class PrefillProcess(Process):
         self.first_tokens: dict[int, tuple[act.SendFirstToken, float]] = {}
         self.releases: dict[int, tuple[act.SendRelease, float]] = {}
         self.sendings: dict[tuple[TransferKey, int], _Sending] = {}
-        self.to_bulk: deque[Any] = deque()
-        self.news: deque[ev.Event] = deque()
         self.run: act.RunStep | None = None
-        self.memory = TagMemory(config.num_blocks)
 
     # --- what others see -------------------------------------------------------------------------
 
@@ -82,10 +76,7 @@ class PrefillProcess(Process):
             steps.append("expire")
         if self.run is not None:
             steps.append("step")
-        if self.to_bulk:
-            steps.append("bulk")
-        if self.news:
-            steps.append("news")
+        steps += self._posted()
         idle = not (steps or requests.in_flight or requests._lingering or self.sendings)
         settled = idle and not len(machine.placement.releases)
         wake_s = self._wake_s(machine.next_wake(), *self._deadlines())
@@ -155,10 +146,8 @@ class PrefillProcess(Process):
             run, self.run = self.run, None
             assert run is not None
             self._feed(ev.StepFailed(run.step, "the engine raised"))
-        elif kind == "bulk":
-            self._bulk(self.to_bulk.popleft())
         else:
-            self._feed(self.news.popleft())
+            self._take_posted(kind)
 
     def _called(self, call: int, message: Message) -> None:
         if message.kind == CANCEL:
@@ -231,13 +220,6 @@ class PrefillProcess(Process):
             results.append(None if chunk.sample is None else Sampled(next_token(stored)))
         self.to_bulk.append(tuple(computed))
         self._feed(ev.StepDone(run.step, results))
-
-    def _catch_up(self) -> None:
-        while self.to_bulk or self.news:
-            while self.to_bulk:
-                self._bulk(self.to_bulk.popleft())
-            if self.news:
-                self._feed(self.news.popleft())
 
     # --- what it does ----------------------------------------------------------------------------
 

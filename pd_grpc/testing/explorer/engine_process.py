@@ -1,0 +1,48 @@
+"""What a P and a D have in common: a control loop and a bulk side, which are two."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections import deque
+from typing import Any
+
+from pd_grpc.blocks.pool import BlockPool
+from pd_grpc.testing.explorer.kv import TagMemory
+from pd_grpc.testing.explorer.process import Process
+from pd_grpc.testing.explorer.wire import Interned
+
+
+class EngineProcess(Process):
+    """Either loop hears what the other has posted when its turn comes, in order. Where they are not
+    `fine` both have heard everything before anything else happens."""
+
+    def __init__(self, name: str, epoch: int, ids: Interned, num_blocks: int, fine: bool) -> None:
+        super().__init__(name, epoch, ids)
+        self.fine = fine
+        self.pool = BlockPool(num_blocks)
+        self.memory = TagMemory(num_blocks)
+        self.to_bulk: deque[Any] = deque()
+        self.news: deque[Any] = deque()
+
+    def _posted(self) -> list[str]:
+        """The steps in which a loop hears what was posted to it."""
+        return ["bulk"] * bool(self.to_bulk) + ["news"] * bool(self.news)
+
+    def _take_posted(self, step: str) -> None:
+        """Take one of the steps of `_posted`."""
+        if step == "bulk":
+            self._bulk(self.to_bulk.popleft())
+        else:
+            self._feed(self.news.popleft())
+
+    def _catch_up(self) -> None:
+        while posted := self._posted():
+            self._take_posted(posted[0])
+
+    @abstractmethod
+    def _bulk(self, action: Any) -> None:
+        """The bulk side hears of this."""
+
+    @abstractmethod
+    def _feed(self, event: Any) -> None:
+        """The machine hears of this, and what it wants is done."""
