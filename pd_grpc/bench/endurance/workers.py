@@ -22,22 +22,10 @@ _LAST_BLOCKS_S = 2.0
 _LOOK_S = 0.01
 
 
-class PlainPrefill:
-    """`settings` are those of PrefillConfig, by name."""
+class _PlainEngine:
+    """A P or a D. It can be drained."""
 
-    def __init__(self, spec: Mapping[str, Any]) -> None:
-        self._config = PrefillConfig(**spec["settings"])
-        self._server: PrefillServer | None = None
-
-    async def start(self) -> Mapping[str, Any]:
-        self._server = server = await start_prefill(
-            self._config, await process.load(lambda: load_engine(self._config))
-        )
-        return {
-            "pid": os.getpid(),
-            "endpoint": f"127.0.0.1:{server.control.port}",
-            "epoch": server.instance.epoch,
-        }
+    _server: PrefillServer | DecodeServer | None = None
 
     async def do(self, command: Mapping[str, Any]) -> Any:
         assert self._server is not None
@@ -48,31 +36,37 @@ class PlainPrefill:
             await self._server.stop()
 
 
-class PlainDecode:
+class PlainPrefill(_PlainEngine):
+    """`settings` are those of PrefillConfig, by name."""
+
+    def __init__(self, spec: Mapping[str, Any]) -> None:
+        self._config = PrefillConfig(**spec["settings"])
+
+    async def start(self) -> Mapping[str, Any]:
+        engine = await process.load(lambda: load_engine(self._config))
+        self._server = server = await start_prefill(self._config, engine)
+        return {
+            "pid": os.getpid(),
+            "endpoint": f"127.0.0.1:{server.control.port}",
+            "epoch": server.instance.epoch,
+        }
+
+
+class PlainDecode(_PlainEngine):
     """`settings` are those of DecodeConfig, by name."""
 
     def __init__(self, spec: Mapping[str, Any]) -> None:
         self._config = DecodeConfig(**spec["settings"])
-        self._server: DecodeServer | None = None
 
     async def start(self) -> Mapping[str, Any]:
-        self._server = server = await start_decode(
-            self._config, await process.load(lambda: load_engine(self._config))
-        )
+        engine = await process.load(lambda: load_engine(self._config))
+        self._server = server = await start_decode(self._config, engine)
         return {
             "pid": os.getpid(),
             "endpoint": f"127.0.0.1:{server.control.port}",
             "bulk": f"127.0.0.1:{server.bulk.port}",
             "epoch": server.instance.epoch,
         }
-
-    async def do(self, command: Mapping[str, Any]) -> Any:
-        assert self._server is not None
-        return await _drained(self._server, command)
-
-    async def stop(self) -> None:
-        if self._server is not None:
-            await self._server.stop()
 
 
 async def _drained(server: PrefillServer | DecodeServer, command: Mapping[str, Any]) -> int:
