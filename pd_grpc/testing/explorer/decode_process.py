@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
-from typing import Any
 
 from pd_grpc.blocks.pool import BlockState
 from pd_grpc.decode import actions as act
 from pd_grpc.decode import events as ev
 from pd_grpc.decode.deadlines import OfTransfer, TransferTimer
 from pd_grpc.decode.machine import DecodeMachine, Model
-from pd_grpc.decode.receiver import EndStream, Receiver, Respond
 from pd_grpc.decode.sessions import Offer
 from pd_grpc.decode.states import TRANSITIONS, DecodeState
 from pd_grpc.engine.base import Sampled
@@ -19,7 +17,6 @@ from pd_grpc.protocol.config import DecodeConfig
 from pd_grpc.protocol.faults import Fault, Reason
 from pd_grpc.protocol.messages import duration, seconds
 from pd_grpc.protocol.refs import TransferKey
-from pd_grpc.testing.explorer.engine_process import EngineProcess
 from pd_grpc.testing.explorer.kv import (
     EOS,
     LAYOUT,
@@ -31,22 +28,21 @@ from pd_grpc.testing.explorer.kv import (
     number_of,
 )
 from pd_grpc.testing.explorer.process import Input, Looks
+from pd_grpc.testing.explorer.receiving import ReceivingProcess
 from pd_grpc.testing.explorer.wire import CANCEL, CLOSE, Interned, Message
-from pd_grpc.transport.chunk_codec import IncomingChunk
 from pd_grpc.v1 import admin_pb2, decode_pb2, inference_pb2, layout_pb2, types_pb2
 
 _OF_PREFILL = frozenset({Reason.PREFILL_LOST, Reason.LEASE_EXPIRED, Reason.SUPERSEDED})
 _OURS = (DecodeState.DECODING, DecodeState.PREEMPTED)
 
 
-class DecodeProcess(EngineProcess):
+class DecodeProcess(ReceivingProcess):
     """One D."""
 
     def __init__(
         self, name: str, epoch: int, ids: Interned, config: DecodeConfig, fine: bool
     ) -> None:
-        super().__init__(name, epoch, ids, config.num_blocks, fine)
-        self.config = config
+        super().__init__(name, epoch, ids, config, fine)
         self.minted: Counter[str] = Counter()
         self.subject = ""
         instance = types_pb2.Instance(name=name, epoch=epoch, role=types_pb2.ROLE_DECODE)
@@ -63,9 +59,7 @@ class DecodeProcess(EngineProcess):
         self.unary: set[int] = set()
         self.clients: set[int] = set()
         self.sessions: set[int] = set()
-        self.streams: set[int] = set()
         self.plan: act.StepPlan | None = None
-        self.receiver = Receiver(config, LAYOUT, self.memory, epoch)
         self.keys: dict[str, TransferKey] = {}
         self.handed_off: frozenset[TransferKey] = frozenset()
 
@@ -203,22 +197,6 @@ class DecodeProcess(EngineProcess):
         left_s = max(0.0, budget_s - self.config.hop_margin_s)
         self._feed(ev.GenerateCalled(call, request, left_s))
 
-    def _transfer(self, call: int, message: Message) -> None:
-        if message.kind == CANCEL:
-            self.streams.discard(call)
-            self.receiver.stream_ended(call)
-        elif message.kind == "chunk":
-            if call in self.streams:
-                header, payload = message.body
-                chunk = IncomingChunk(header, memoryview(payload))
-                self._receive(self.receiver.message(call, chunk, self.now))
-        elif message.body.HasField("open"):
-            self.streams.add(call)
-            self.receiver.stream_began(call)
-            self._receive(self.receiver.message(call, message.body, self.now))
-        elif call in self.streams:
-            self._receive(self.receiver.message(call, message.body, self.now))
-
     def _ask(self, call: int, request: admin_pb2.GetTransferRequest) -> None:
         """What AdminService answers."""
         key = TransferKey(request.transfer_id, request.attempt)
@@ -311,34 +289,6 @@ class DecodeProcess(EngineProcess):
             self._wrong(
                 "terminal states absorb", f"{change.key} went from {before.name} to {after.name}"
             )
-
-    # --- the receiver ----------------------------------------------------------------------------
-
-    def _bulk(self, action: act.ToReceiver) -> None:
-        match action:
-            case act.OpenReceive(grant_id, key, owner, blocks, wanted):
-                self._receive(self.receiver.open_grant(grant_id, key, owner, blocks, wanted))
-            case act.CloseReceive(grant_id, fault):
-                self._receive(self.receiver.close_grant(grant_id, fault))
-            case act.AdmitSession(owner, session_id):
-                self.receiver.sessions.admit(owner, session_id)
-            case act.DismissPrefill(owner):
-                self.receiver.sessions.dismiss(owner)
-
-    def _receive(self, actions: Iterable[Any]) -> None:
-        for action in actions:
-            if isinstance(action, Respond):
-                if action.message.HasField("ack"):
-                    said = action.message.ack.accepted_bytes
-                    self.receiver.acknowledged(action.stream, said)
-                if action.stream in self.streams:
-                    self._down(action.stream, "transfer", action.message)
-            elif isinstance(action, EndStream):
-                if action.stream in self.streams:
-                    self.streams.remove(action.stream)
-                    self._end(action.stream, action.fault)
-            else:
-                self.news.append(action)
 
     # --- the engine ------------------------------------------------------------------------------
 

@@ -58,6 +58,11 @@ class Scenario:
             *(f"c{i + 1}" for i in range(len(self.requests))),
         ]
 
+    @property
+    def first_client(self) -> int:
+        """Where the clients begin in `names`."""
+        return self.prefills + self.decodes
+
     def prefill_config(self) -> PrefillConfig:
         """Of every P."""
         return PrefillConfig(

@@ -6,17 +6,13 @@ touched by a fault. A process that is down is a negative number, its number of c
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from typing import Any, TypeAlias
 
-from pd_grpc.protocol.refs import TransferKey
 from pd_grpc.testing.explorer.agreement import disagreements
-from pd_grpc.testing.explorer.client_process import ClientProcess, Wish
-from pd_grpc.testing.explorer.decode_process import DecodeProcess
+from pd_grpc.testing.explorer.cast import FIRST_EPOCH, cast_of
 from pd_grpc.testing.explorer.locals import Locals
-from pd_grpc.testing.explorer.polling import PollingClient, PollingDecode, PollingPrefill
-from pd_grpc.testing.explorer.prefill_process import PrefillProcess
 from pd_grpc.testing.explorer.process import Input, Looks, Process, Violation
 from pd_grpc.testing.explorer.scenario import Scenario
 from pd_grpc.testing.explorer.wire import (
@@ -34,15 +30,14 @@ State: TypeAlias = tuple[int, ...]
 Move: TypeAlias = tuple[Any, ...]
 
 UNARY = frozenset({"allocate", "first", "release"})
-FIRST_EPOCH = 100
 PATIENCE = 400
+"""How often time may pass before everything that was begun must have ended."""
+
 _ENGINES = 16
 """Where the bits of engines that hang begin, after those of frozen processes."""
 
 _ENDS = ("restart", "thaw", "resume", "return")
 """Moves that end a fault."""
-
-"""How often time may pass before everything that was begun must have ended."""
 
 
 class World:
@@ -55,7 +50,7 @@ class World:
         self.locals = Locals(merge)
         self.names = scenario.names
         self._index = {name: i for i, name in enumerate(self.names)}
-        self._first_client = scenario.prefills + scenario.decodes
+        self._first_client = scenario.first_client
         self.routes = [
             (
                 self._first_client + i,
@@ -71,39 +66,12 @@ class World:
         self._begun: dict[tuple[int, int], int] = {}
         self._good: set[State] = set()
         self._telling: dict[int, bool] = {}
-        self._made: list[Callable[[int], Process]] = list(self._makers())
+        self._made = cast_of(scenario, self.ids)
 
     def root(self) -> State:
         """Everybody is up, and nothing has been asked yet."""
         count = len(self.names)
         return (*(self._begin(i, 0) for i in range(count)), self._wire(()), 0, 0)
-
-    def _makers(self) -> Iterator[Callable[[int], Process]]:
-        scenario = self.scenario
-        if scenario.polling:
-            yield from self._polling_makers()
-            return
-        epochs = dict.fromkeys(self.names, FIRST_EPOCH)
-        for name in self.names[: scenario.prefills]:
-            config = scenario.prefill_config()
-            yield partial(_prefill, name, self.ids, config, scenario.fine)
-        for name in self.names[scenario.prefills : self._first_client]:
-            yield partial(_decode, name, self.ids, scenario.decode_config(), scenario.fine)
-        for i, wish in enumerate(scenario.wishes()):
-            name = self.names[self._first_client + i]
-            key = TransferKey(f"t{i + 1}", 1)
-            router = scenario.router_config()
-            yield partial(_client, name, self.ids, key, wish, epochs, router, scenario.direct)
-
-    def _polling_makers(self) -> Iterator[Callable[[int], Process]]:
-        scenario = self.scenario
-        for name in self.names[: scenario.prefills]:
-            yield partial(_polling_prefill, name, self.ids)
-        for name in self.names[scenario.prefills : self._first_client]:
-            yield partial(_polling_decode, name, self.ids, scenario.decode_blocks)
-        for i, wish in enumerate(scenario.wishes()):
-            name = self.names[self._first_client + i]
-            yield partial(_polling_client, name, self.ids, TransferKey(f"t{i + 1}", 1), wish)
 
     # --- looking ---------------------------------------------------------------------------------
 
@@ -368,36 +336,3 @@ class World:
         if not found and invariant == "everything ends":
             found.append(Violation(invariant, "nothing can happen, and it is not over"))
         return found
-
-
-def _prefill(name: str, ids: Interned, config: Any, fine: bool, epoch: int) -> Process:
-    return PrefillProcess(name, epoch, ids, config, fine)
-
-
-def _decode(name: str, ids: Interned, config: Any, fine: bool, epoch: int) -> Process:
-    return DecodeProcess(name, epoch, ids, config, fine)
-
-
-def _client(
-    name: str,
-    ids: Interned,
-    key: TransferKey,
-    wish: Wish,
-    epochs: dict[str, int],
-    config: Any,
-    direct: bool,
-    epoch: int,
-) -> Process:
-    return ClientProcess(name, epoch, ids, key, wish, epochs, config, direct)
-
-
-def _polling_prefill(name: str, ids: Interned, epoch: int) -> Process:
-    return PollingPrefill(name, epoch, ids)
-
-
-def _polling_decode(name: str, ids: Interned, num_blocks: int, epoch: int) -> Process:
-    return PollingDecode(name, epoch, ids, num_blocks)
-
-
-def _polling_client(name: str, ids: Interned, key: TransferKey, wish: Wish, epoch: int) -> Process:
-    return PollingClient(name, epoch, ids, key, wish)

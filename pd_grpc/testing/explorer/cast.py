@@ -1,0 +1,85 @@
+"""Who is in a world: for each name of a scenario, how its processes are made, epoch by epoch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import TypeAlias
+
+from pd_grpc.protocol.refs import TransferKey
+from pd_grpc.testing.explorer.client_process import ClientProcess, Wish
+from pd_grpc.testing.explorer.decode_process import DecodeProcess
+from pd_grpc.testing.explorer.polling import PollingClient, PollingDecode, PollingPrefill
+from pd_grpc.testing.explorer.prefill_process import PrefillProcess
+from pd_grpc.testing.explorer.process import Process
+from pd_grpc.testing.explorer.scenario import Scenario
+from pd_grpc.testing.explorer.wire import Interned
+
+FIRST_EPOCH = 100
+
+Make: TypeAlias = Callable[[int], Process]
+"""Makes the process of an epoch."""
+
+
+def cast_of(scenario: Scenario, ids: Interned) -> list[Make]:
+    """Everybody, in the order of the scenario's names."""
+    return list((_polling if scenario.polling else _ours)(scenario, ids))
+
+
+def _ours(scenario: Scenario, ids: Interned) -> Iterator[Make]:
+    names = scenario.names
+    epochs = dict.fromkeys(names, FIRST_EPOCH)
+    for name in names[: scenario.prefills]:
+        yield partial(_prefill, scenario, name, ids)
+    for name in names[scenario.prefills : scenario.first_client]:
+        yield partial(_decode, scenario, name, ids)
+    for name, (key, wish) in zip(names[scenario.first_client :], _asked(scenario), strict=True):
+        yield partial(_client, scenario, name, ids, key, wish, epochs)
+
+
+def _polling(scenario: Scenario, ids: Interned) -> Iterator[Make]:
+    names = scenario.names
+    for name in names[: scenario.prefills]:
+        yield partial(_polling_prefill, name, ids)
+    for name in names[scenario.prefills : scenario.first_client]:
+        yield partial(_polling_decode, name, ids, scenario.decode_blocks)
+    for name, (key, wish) in zip(names[scenario.first_client :], _asked(scenario), strict=True):
+        yield partial(_polling_client, name, ids, key, wish)
+
+
+def _asked(scenario: Scenario) -> Iterator[tuple[TransferKey, Wish]]:
+    for i, wish in enumerate(scenario.wishes()):
+        yield TransferKey(f"t{i + 1}", 1), wish
+
+
+def _prefill(scenario: Scenario, name: str, ids: Interned, epoch: int) -> Process:
+    return PrefillProcess(name, epoch, ids, scenario.prefill_config(), scenario.fine)
+
+
+def _decode(scenario: Scenario, name: str, ids: Interned, epoch: int) -> Process:
+    return DecodeProcess(name, epoch, ids, scenario.decode_config(), scenario.fine)
+
+
+def _client(
+    scenario: Scenario,
+    name: str,
+    ids: Interned,
+    key: TransferKey,
+    wish: Wish,
+    epochs: dict[str, int],
+    epoch: int,
+) -> Process:
+    config = scenario.router_config()
+    return ClientProcess(name, epoch, ids, key, wish, epochs, config, scenario.direct)
+
+
+def _polling_prefill(name: str, ids: Interned, epoch: int) -> Process:
+    return PollingPrefill(name, epoch, ids)
+
+
+def _polling_decode(name: str, ids: Interned, num_blocks: int, epoch: int) -> Process:
+    return PollingDecode(name, epoch, ids, num_blocks)
+
+
+def _polling_client(name: str, ids: Interned, key: TransferKey, wish: Wish, epoch: int) -> Process:
+    return PollingClient(name, epoch, ids, key, wish)
