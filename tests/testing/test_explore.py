@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
+from pd_grpc.protocol.faults import Reason
 from pd_grpc.testing.explore import explore, replay, walk
+from pd_grpc.testing.explorer.client_process import ClientProcess
 from pd_grpc.testing.explorer.report import Report
 from pd_grpc.testing.explorer.scenario import DIRECT, FULL, ONE_DECODE, SMALL, TWO_DECODES, Scenario
 from pd_grpc.testing.explorer.walks import NoSuchMove
@@ -37,6 +41,31 @@ def test_nothing_goes_wrong_on_random_walks() -> None:
     is_clean(report)
     assert report.walk_faults > 120
     assert report.walk_moves > 120 * 20
+
+
+def results_of(scenario: Scenario, fault: str) -> set[str]:
+    """How c1's request ends on walks on which only this can go wrong, and does."""
+    results = set()
+    for seed in range(60):
+        walked = walk(replace(scenario, faults=(fault,)), seed, most_faults=1)
+        assert not walked.found, walked
+        if walked.faults:
+            world, state, _ = replay(replace(scenario, faults=(fault,)), walked.moves)
+            process = world.process(state, "c1")
+            assert isinstance(process, ClientProcess)
+            results.add(process.result)
+    return results
+
+
+def test_a_corrupt_chunk_ends_the_request_and_is_never_a_token() -> None:
+    assert results_of(SMALL, "corrupt") == {Reason.KV_CORRUPT.name}
+
+
+def test_a_drain_refuses_or_lets_finish() -> None:
+    results = results_of(SMALL, "drain")
+
+    # D has left where P was about to ask it.
+    assert results - {Reason.DECODE_LOST.name} == {"ok", Reason.DRAINING.name}
 
 
 def test_a_seed_walks_the_same_way_every_time() -> None:

@@ -33,6 +33,15 @@ from pd_grpc.testing.explorer.wire import CANCEL, CLOSE, Interned, Message
 from pd_grpc.v1 import admin_pb2, decode_pb2, inference_pb2, layout_pb2, types_pb2
 
 _OF_PREFILL = frozenset({Reason.PREFILL_LOST, Reason.LEASE_EXPIRED, Reason.SUPERSEDED})
+_GRANTED = frozenset(
+    {
+        DecodeState.RESERVED,
+        DecodeState.RECEIVING,
+        DecodeState.READY,
+        DecodeState.DECODING,
+        DecodeState.PREEMPTED,
+    }
+)
 _OURS = (DecodeState.DECODING, DecodeState.PREEMPTED)
 
 
@@ -82,7 +91,7 @@ class DecodeProcess(ReceivingProcess):
             steps.append("expire")
         if self.plan is not None:
             steps.append("step")
-        steps += self._posted()
+        steps += self._posted() + ["goodbye"] * self.drained
         settled = not (steps or ledger.transfers or ledger._quarantine or self.streams)
         facts = tuple(
             (
@@ -96,9 +105,9 @@ class DecodeProcess(ReceivingProcess):
             for t in ledger.transfers.values()
         )
         calls = frozenset(self.clients | self.unary)
-        return Looks(
-            tuple(steps), self._wake_s(wake, bulk_wake), settled, (self.epoch, facts, calls)
-        )
+        known = (self.epoch, facts, calls)
+        wake_s = self._wake_s(wake, bulk_wake)
+        return Looks(tuple(steps), wake_s, settled, known, self.kept is None)
 
     def left_over(self) -> list[str]:
         """See `Process.left_over`."""
@@ -130,6 +139,12 @@ class DecodeProcess(ReceivingProcess):
             self._receive(self.receiver.tick(self.now))
         elif kind == "step":
             self._step()
+        elif kind == "drain":
+            self.kept = frozenset(t.key for t in self.machine.ledger.transfers.values())
+            self._feed(ev.DrainRequested(self.config.drain_s))
+        elif kind == "goodbye":
+            self.drained = False
+            self._feed(ev.Leaving())
         elif kind == "fail":
             plan, self.plan = self.plan, None
             assert plan is not None
@@ -182,6 +197,8 @@ class DecodeProcess(ReceivingProcess):
         elif call in self.sessions:
             said = message.body
             if said.WhichOneof("message") == "goodbye":
+                # The bulk side told us what P knows before it told P, who says goodbye after that.
+                self._catch_up()
                 self._feed(ev.GoodbyeReceived(call))
             else:
                 self._feed(ev.HeartbeatReceived(call, said.heartbeat))
@@ -255,8 +272,10 @@ class DecodeProcess(ReceivingProcess):
                     self._check_plan(plan)
                 case act.Changed():
                     self._note(action)
-                case act.SetReady() | act.Drained():
+                case act.SetReady():
                     pass
+                case act.Drained():
+                    self.drained = True
                 case act.AdmitSession() | act.DismissPrefill():
                     # The shard's loop has heard it before P can have read the welcome.
                     self._bulk(action)
@@ -282,6 +301,8 @@ class DecodeProcess(ReceivingProcess):
 
     def _note(self, change: act.Changed) -> None:
         before, after = change.before, change.after
+        if before in _GRANTED and change.fault and change.fault.reason is Reason.DRAINING:
+            self._wrong("a drain finishes what runs", f"{change.key} ended in {before.name}")
         if change.key in self.handed_off and change.fault and change.fault.reason in _OF_PREFILL:
             self._wrong("after the hand-off it is D's", f"{change.key}: {change.fault}")
         dropped = change.fault is None and after.terminal
@@ -327,6 +348,7 @@ class DecodeProcess(ReceivingProcess):
     def _check(self) -> None:
         self.pool.check()
         ledger = self.machine.ledger
+        self._check_drain(t.key for t in ledger.transfers.values())
         for transfer in ledger.transfers.values():
             grant = transfer.grant_id
             if transfer.state.terminal:

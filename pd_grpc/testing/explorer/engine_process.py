@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections import deque
+from collections.abc import Iterable
 from typing import Any
 
 from pd_grpc.blocks.pool import BlockPool
+from pd_grpc.protocol.refs import TransferKey
 from pd_grpc.testing.explorer.kv import TagMemory
 from pd_grpc.testing.explorer.process import Process
 from pd_grpc.testing.explorer.wire import Interned
@@ -23,6 +25,10 @@ class EngineProcess(Process):
         self.memory = TagMemory(num_blocks)
         self.to_bulk: deque[Any] = deque()
         self.news: deque[Any] = deque()
+        self.kept: frozenset[TransferKey] | None = None
+        """What was in flight when it was told to drain; None before."""
+        self.drained = False
+        """Whether all of that has ended, and goodbye is to be said."""
 
     def _posted(self) -> list[str]:
         """The steps in which a loop hears what was posted to it."""
@@ -38,6 +44,13 @@ class EngineProcess(Process):
     def _catch_up(self) -> None:
         while posted := self._posted():
             self._take_posted(posted[0])
+
+    def _check_drain(self, live: Iterable[TransferKey]) -> None:
+        """See that nothing is there that came after the word to drain."""
+        kept = self.kept
+        if kept is not None:
+            for key in set(live) - kept:
+                self._wrong("a drain takes nothing new", f"{key} came after it")
 
     @abstractmethod
     def _bulk(self, action: Any) -> None:

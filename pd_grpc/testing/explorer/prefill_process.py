@@ -61,11 +61,11 @@ class PrefillProcess(SendingProcess):
             steps.append("expire")
         if self.run is not None:
             steps.append("step")
-        steps += self._posted()
+        steps += self._posted() + ["goodbye"] * self.drained
         idle = not (steps or requests.in_flight or requests._lingering or self.sendings)
         settled = idle and not len(machine.placement.releases)
         wake_s = self._wake_s(machine.next_wake(), *self._deadlines())
-        return Looks(tuple(steps), wake_s, settled, self._facts())
+        return Looks(tuple(steps), wake_s, settled, self._facts(), self.kept is None)
 
     def left_over(self) -> list[str]:
         """See `Process.left_over`."""
@@ -127,6 +127,12 @@ class PrefillProcess(SendingProcess):
             self._expire()
         elif kind == "step":
             self._step()
+        elif kind == "drain":
+            self.kept = frozenset(self.machine.requests.in_flight)
+            self._feed(ev.DrainRequested(self.config.drain_s))
+        elif kind == "goodbye":
+            self.drained = False
+            self._perform(self.machine.leave(self.now))
         elif kind == "fail":
             run, self.run = self.run, None
             assert run is not None
@@ -226,6 +232,8 @@ class PrefillProcess(SendingProcess):
             elif isinstance(action, act.RunStep):
                 assert self.run is None, "two steps at once"
                 self.run = action
+            elif isinstance(action, act.Drained):
+                self.drained = True
             elif isinstance(action, act.Changed):
                 self._note(action)
             else:
@@ -287,6 +295,7 @@ class PrefillProcess(SendingProcess):
     def _check(self) -> None:
         self.pool.check()
         requests = self.machine.requests
+        self._check_drain(requests.in_flight)
         for key, record in requests.in_flight.items():
             if record.state in _EARLY and record.holding is not None:
                 self._wrong("no hold and wait", f"{key} holds blocks in {record.state.name}")

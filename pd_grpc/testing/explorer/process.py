@@ -65,6 +65,8 @@ class Looks:
     wake_s: float | None
     settled: bool
     facts: Any
+    may_drain: bool = False
+    """Whether it can be told to take nothing new."""
 
 
 class Process(ABC):

@@ -31,9 +31,12 @@ class ReceivingProcess(EngineProcess):
             self.receiver.stream_ended(call)
         elif message.kind == "chunk":
             if call in self.streams:
-                header, payload = message.body
+                header, payload, *corrupt = message.body
                 chunk = IncomingChunk(header, memoryview(payload))
-                self._receive(self.receiver.message(call, chunk, self.now))
+                actions = self.receiver.message(call, chunk, self.now)
+                if corrupt and not any(isinstance(a, EndStream) and a.fault for a in actions):
+                    self._wrong("no token from unverified KV", "it took a corrupt chunk")
+                self._receive(actions)
         elif message.body.HasField("open"):
             self.streams.add(call)
             self.receiver.stream_began(call)

@@ -11,10 +11,21 @@ from pd_grpc.router.policies import LeastLoad, Pairing, Target, pair
 from pd_grpc.testing.explorer.client_process import Wish
 from pd_grpc.testing.explorer.kv import BLOCK
 
-FAULTS = ("lose", "repeat", "stall", "freeze", "crash", "leave", "fail", "hang")
+FAULTS = (
+    "lose",
+    "repeat",
+    "stall",
+    "corrupt",
+    "freeze",
+    "crash",
+    "drain",
+    "leave",
+    "fail",
+    "hang",
+)
 """What may go wrong: a call is lost with what is on its way, a request comes twice, a call is
-delayed as long as one likes, a process is stopped or killed, a client leaves, an engine's step
-raises or lasts as long as one likes."""
+delayed as long as one likes, a chunk of KV changes on its way, a process is stopped, killed or told
+to drain, a client leaves, an engine's step raises or lasts as long as one likes."""
 
 TIMES: dict[str, Any] = {
     "request_budget_s": 20.0,

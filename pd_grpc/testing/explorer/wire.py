@@ -20,6 +20,8 @@ CANCEL = "cancel"
 """The client has left the call, or is gone."""
 CLOSE = "close"
 """The client says nothing more and does not listen."""
+CORRUPT = "corrupt"
+"""Third part of a chunk that is not what was sent."""
 BROKEN = "broken"
 """The connection has gone under the call."""
 ANSWER = "answer"
@@ -274,6 +276,19 @@ class WireRules:
         (line,) = (line for line in wire if line.call == call)
         ghost = self.ids.call(who.kind, who.client, who.server, f"{who.name}~")
         return tuple(sorted((*wire, Line(ghost, line.up[:1], (), DEAF | GHOST))))
+
+    def corrupted(self, wire: Wire, call: int) -> Wire:
+        """A bit of the chunk that is next in a call turns on its way, unseen by the transport."""
+        return tuple(
+            line
+            if line.call != call
+            else line._replace(up=(self._with_another_bit(line.up[0]), *line.up[1:]))
+            for line in wire
+        )
+
+    def _with_another_bit(self, chunk: int) -> int:
+        header, payload = self.ids.messages[chunk].body
+        return self.ids.message("chunk", (header, bytes([payload[0] ^ 1]) + payload[1:], CORRUPT))
 
     def stalled(self, wire: Wire, call: int, stalled: bool) -> Wire:
         """Nothing of a call is delivered any more, or all of it again."""

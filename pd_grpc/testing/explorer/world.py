@@ -178,6 +178,8 @@ class World:
                 found += [("crash", i, True), ("crash", i, False)]
             if "freeze" in kinds:
                 found.append(("freeze", i))
+            if "drain" in kinds and looks.may_drain:
+                found.append(("drain", i))
             if "step" in looks.steps and not self.hangs(state, i):
                 found += [(kind, i) for kind in ("fail", "hang") if kind in kinds]
         return found
@@ -188,14 +190,20 @@ class World:
             yield ("lose", line.call)
         if "stall" in kinds and not line.flags & STALLED and (line.up or line.down):
             yield ("stall", line.call)
+        if "corrupt" in kinds and line.up and self._is_sound_chunk(line.up[0]):
+            yield ("corrupt", line.call)
         again = who.kind in UNARY and not who.name.endswith("~") and bool(line.up)
         if "repeat" in kinds and again and self.ids.messages[line.up[0]].kind == who.kind:
             yield ("repeat", line.call)
 
+    def _is_sound_chunk(self, number: int) -> bool:
+        message = self.ids.messages[number]
+        return message.kind == "chunk" and len(message.body) == 2
+
     def label(self, move: Move) -> str:
         """A move in words that mean the same in every run."""
         kind, *what = move
-        if kind in ("up", "down", "lose", "stall", "resume", "repeat"):
+        if kind in ("up", "down", "lose", "stall", "resume", "repeat", "corrupt"):
             return f"{kind} {self.ids.calls[what[0]]}"
         if kind == "crash":
             return f"crash {self.names[what[0]]} {'late' if what[1] else 'at once'}"
@@ -211,7 +219,7 @@ class World:
         if kind == "pass":
             return self._pass(state), ()
         wire = self.wire(state)
-        if kind in ("lose", "repeat", "stall", "resume"):
+        if kind in ("lose", "repeat", "stall", "resume", "corrupt"):
             return self._on_the_wire(state, wire, kind, move[1]), ()
         i = move[1]
         if kind == "restart":
@@ -224,7 +232,7 @@ class World:
             crashes = 1 + self.locals.process(state[i]).epoch - FIRST_EPOCH
             gone = self._with(state, i, -crashes, wire)
             return (*gone[:-2], gone[-2] & ~(1 << i | 1 << i + _ENGINES), gone[-1] | 1 << i), ()
-        if kind in ("leave", "fail"):
+        if kind in ("leave", "fail", "drain"):
             state = (*state[:-1], state[-1] | 1 << i)
         return self._happen(state, i, (kind,))
 
@@ -249,6 +257,8 @@ class World:
             wire = self.rules.lost(wire, call)
         elif kind == "repeat":
             wire = self.rules.repeated(wire, call)
+        elif kind == "corrupt":
+            wire = self.rules.corrupted(wire, call)
         else:
             wire = self.rules.stalled(wire, call, kind == "stall")
         touched = state[-1]
