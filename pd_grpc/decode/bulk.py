@@ -136,7 +136,7 @@ class BulkServer:
             grant = action.grant_id, action.key, action.owner, action.blocks, action.wanted
             self._perform(receiver.open_grant(*grant))
         elif isinstance(action, act.CloseReceive):
-            self._perform(receiver.close_grant(action.grant_id, action.fault))
+            self._perform(receiver.close_grant(action.grant_id, action.fault, self._clock.now()))
         elif isinstance(action, act.AdmitSession):
             receiver.sessions.admit(action.owner, action.session_id)
         else:

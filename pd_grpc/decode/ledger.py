@@ -34,7 +34,7 @@ from pd_grpc.protocol.faults import Fault, Reason
 from pd_grpc.protocol.messages import duration
 from pd_grpc.protocol.refs import TransferKey
 from pd_grpc.protocol.timers import Timers
-from pd_grpc.protocol.tombstones import Tombstones
+from pd_grpc.protocol.tombstones import Remembered, Tombstones
 from pd_grpc.v1 import decode_pb2, types_pb2
 
 RECEIVER = "receiver"
@@ -74,7 +74,10 @@ class Ledger:
         self._decode_epoch = decode_epoch
         self._by_key: dict[TransferKey, str] = {}
         self._attempts: dict[str, int] = {}
-        self._ended_grants: dict[str, TransferKey] = {}
+        # As long as the tombstones that it leads to.
+        self._ended_grants: Remembered[str, TransferKey] = Remembered(
+            config.tombstone_s, config.tombstones
+        )
         self._quarantine: dict[str, tuple[Holding, set[str]]] = {}
 
     def act(self, action: Action) -> None:
@@ -215,9 +218,7 @@ class Ledger:
         self._give_back(transfer, fault)
         self._forget(transfer)
         self.tombstones.add(transfer.key, epitaph, self.now)
-        self._ended_grants[transfer.grant_id] = transfer.key
-        while len(self._ended_grants) > self.config.tombstones:
-            del self._ended_grants[next(iter(self._ended_grants))]
+        self._ended_grants.add(transfer.grant_id, transfer.key, self.now)
 
     def drop(self, transfer: Transfer, fault: Fault | None) -> None:
         """End a transfer that never held anything, without a tombstone, so that it may be asked for
@@ -232,7 +233,7 @@ class Ledger:
     def tell_again(self, grant_id: str, session: Session) -> None:
         """P holds a grant whose transfer has ended: the word of that did not reach it. Nothing is
         said of a grant that is not remembered, or was another's."""
-        key = self._ended_grants.get(grant_id)
+        key = self._ended_grants.get(grant_id, self.now)
         ended = None if key is None else self.tombstones.get(key, self.now)
         if key is not None and ended is not None and ended.peer == session.owner.name:
             self._tell(session, key, ended.state, ended.fault)

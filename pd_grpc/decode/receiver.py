@@ -7,7 +7,6 @@ once a grant is closed nothing is written for it any more.
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
@@ -23,6 +22,7 @@ from pd_grpc.protocol.layout import KvLayout
 from pd_grpc.protocol.refs import TransferKey, key_of
 from pd_grpc.protocol.sampling import FieldError
 from pd_grpc.protocol.timers import Timers
+from pd_grpc.protocol.tombstones import Remembered
 from pd_grpc.transport.chunk_codec import IncomingChunk, IncomingRequest, checksum
 from pd_grpc.v1 import transfer_pb2
 
@@ -98,7 +98,7 @@ class Receiver:
         self._streams: dict[int, _Stream] = {}
         self.sessions = SessionIds()
         self._held: dict[str, list[int]] = {}
-        self._closed: OrderedDict[str, Fault] = OrderedDict()
+        self._closed: Remembered[str, Fault] = Remembered(config.tombstone_s, CLOSED_REMEMBERED)
         self._timers: Timers[int] = Timers()
 
     def open_grant(
@@ -117,11 +117,9 @@ class Receiver:
             actions += self._attach(stream, grant_id, grant)
         return actions
 
-    def close_grant(self, grant_id: str, fault: Fault) -> list[Action]:
+    def close_grant(self, grant_id: str, fault: Fault, now: float) -> list[Action]:
         """Let no more in, and tell the stream why."""
-        self._closed[grant_id] = fault
-        while len(self._closed) > CLOSED_REMEMBERED:
-            self._closed.popitem(last=False)
+        self._closed.add(grant_id, fault, now)
         actions: list[Action] = []
         grant = self._grants.pop(grant_id, None)
         if grant is not None and grant.stream is not None:
@@ -196,8 +194,9 @@ class Receiver:
         check_open(message, self._epoch, self._layout)
         state.wanted = _Wanted(key_of(message.ref), self.sessions.owner_of(message.session_id))
         state.grant_id = message.grant_id
-        if message.grant_id in self._closed:
-            return self._end(stream, self._closed[message.grant_id])
+        closed = self._closed.get(message.grant_id, now)
+        if closed is not None:
+            return self._end(stream, closed)
         grant = self._grants.get(message.grant_id)
         if grant is None:
             if len(self._timers) >= HELD_STREAMS:

@@ -131,7 +131,12 @@ def budget_of(context: grpc.aio.ServicerContext[Any, Any], timeouts: Timeouts) -
 
 
 async def abort(context: grpc.aio.ServicerContext[Any, Any], fault: Fault) -> NoReturn:
-    """End the call with the fault's status and details."""
+    """End the call with the fault's status and details.
+
+    The fault may be remembered for long as what a transfer ended with; what it went through on its
+    way here need not be, for that holds the request.
+    """
+    fault.__traceback__ = fault.__context__ = fault.__cause__ = None
     await abort_with(context, fault.status())
 
 

@@ -57,7 +57,7 @@ class Shard:
         self.note(self.receiver.open_grant("g", KEY, OWNER, TABLE, WANTED))
 
     def close(self, fault: Fault) -> None:
-        self.note(self.receiver.close_grant("g", fault))
+        self.note(self.receiver.close_grant("g", fault, self.now))
 
     def stream(self, **fields: Any) -> int:
         """A stream begins and opens."""

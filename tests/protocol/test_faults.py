@@ -381,3 +381,22 @@ def test_a_bare_status_means_the_same_to_every_caller(code: Code, reason: Reason
         assert fault.metadata == {"meant": "decode instance d1", "here": ""}
     if reason is not Reason.STAGE_DEADLINE:
         assert "decode instance d1" in fault.message and "words of grpc" in fault.message
+
+
+async def test_a_fault_that_was_told_lets_go_of_what_raised_it(
+    failing: tuple[Failing, str],
+) -> None:
+    """It may be remembered for long, and what raised it holds the request."""
+    servicer, endpoint = failing
+    try:
+        int("none")
+    except ValueError:
+        try:
+            raise servicer.fault
+        except Fault as fault:
+            assert fault.__traceback__ is not None and fault.__context__ is not None
+    async with rpc.aio_channel(endpoint, Timeouts(), Sizes()) as channel:
+        stub = admin_pb2_grpc.AdminServiceStub(channel)
+        with pytest.raises(grpc.RpcError):
+            await stub.Drain(admin_pb2.DrainRequest(), timeout=10)
+    assert servicer.fault.__traceback__ is None and servicer.fault.__context__ is None

@@ -49,7 +49,7 @@ class ReceivingProcess(EngineProcess):
             case act.OpenReceive(grant_id, key, owner, blocks, wanted):
                 self._receive(self.receiver.open_grant(grant_id, key, owner, blocks, wanted))
             case act.CloseReceive(grant_id, fault):
-                self._receive(self.receiver.close_grant(grant_id, fault))
+                self._receive(self.receiver.close_grant(grant_id, fault, self.now))
             case act.AdmitSession(owner, session_id):
                 self.receiver.sessions.admit(owner, session_id)
             case act.DismissPrefill(owner):

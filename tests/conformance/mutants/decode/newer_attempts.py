@@ -53,7 +53,7 @@ def releases_are_for_the_newest(patch: pytest.MonkeyPatch) -> None:
 def superseded_streams_are_released(patch: pytest.MonkeyPatch) -> None:
     right = Receiver.close_grant
 
-    def wrong(self, grant_id, fault):  # type: ignore[no-untyped-def]
-        return right(self, grant_id, Fault(Reason.RELEASED, fault.message))
+    def wrong(self, grant_id, fault, now):  # type: ignore[no-untyped-def]
+        return right(self, grant_id, Fault(Reason.RELEASED, fault.message), now)
 
     patch.setattr(Receiver, "close_grant", wrong)
