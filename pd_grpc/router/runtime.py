@@ -134,6 +134,8 @@ class RoutedCall:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+        # They know this call: a prompt and two calls of gRPC's would wait for the cyclic collector.
+        del self._legs
 
     # --- for an operator --------------------------------------------------------------------------
 

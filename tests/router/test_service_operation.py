@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -12,6 +13,10 @@ import pytest
 
 from pd_grpc.protocol.faults import Code, Fault, Reason
 from pd_grpc.protocol.messages import duration, seconds
+from pd_grpc.router.intake import RoutableRequest
+from pd_grpc.router.legs import AttemptLegs
+from pd_grpc.router.recovery import RecoveringRequest
+from pd_grpc.router.runtime import RoutedCall
 from pd_grpc.v1 import admin_pb2, inference_pb2, sampling_pb2, types_pb2
 from tests.router.answers import (
     GREEDY,
@@ -25,6 +30,7 @@ from tests.router.answers import (
 )
 from tests.router.conftest import VOCAB, Site
 from tests.router.scripted import handed_off, last, refusing, tokens
+from tests.waiting import until
 
 # --- instances ------------------------------------------------------------------------------------
 
@@ -206,3 +212,25 @@ async def test_the_span_of_a_failed_request_says_why_and_holds_no_prompt(site: S
     assert span.attributes is not None
     assert span.attributes["pd.outcome"] == "BAD_REQUEST"
     assert "secret" not in span.to_json()
+
+
+# --- memory ---------------------------------------------------------------------------------------
+
+
+async def test_nothing_of_a_request_that_was_answered_waits_to_be_collected(site: Site) -> None:
+    """Otherwise each leaves its prompt and its two calls to the cyclic collector, which comes after
+    hundreds of them."""
+    hello(site)
+    gc.collect()
+    gc.disable()
+    try:
+        await site.answer()
+        await asyncio.wait_for(site.router.in_flight.idle(), 5)
+        await until(lambda: not _left_of_requests())
+    finally:
+        gc.enable()
+
+
+def _left_of_requests() -> list[object]:
+    kinds = (RoutedCall, AttemptLegs, RecoveringRequest, RoutableRequest)
+    return [each for each in gc.get_objects() if isinstance(each, kinds)]
