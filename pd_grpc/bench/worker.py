@@ -47,9 +47,11 @@ WORKERS = {
     "plain-router": ("pd_grpc.bench.endurance.workers", "PlainRouter"),
 }
 """Imported only where they are needed: dozens of processes are started."""
+_PLAIN = frozenset({"plain-prefill", "plain-decode", "plain-router"})
+"""They collect garbage as the servers do, for how their memory grows is looked at."""
 
 
-async def serve(make: Callable[[Mapping[str, Any]], Worker]) -> None:
+async def serve(make: Callable[[Mapping[str, Any]], Worker], plain: bool) -> None:
     """Live until standard input ends."""
     reader = asyncio.StreamReader(limit=_LINE_BYTES)
     await asyncio.get_running_loop().connect_read_pipe(
@@ -60,10 +62,11 @@ async def serve(make: Callable[[Mapping[str, Any]], Worker]) -> None:
         return
     worker = make(json.loads(first))
     _say(await worker.start())
-    # What the imports left need not be looked through again, and the objects of a step of 256
-    # requests are no reason to look.
-    gc.freeze()
-    gc.set_threshold(100_000, 50, 50)
+    if not plain:
+        # What the imports left need not be looked through again, and the objects of a step of 256
+        # requests are no reason to look.
+        gc.freeze()
+        gc.set_threshold(100_000, 50, 50)
     try:
         line = await reader.readline()
         while line:
@@ -90,4 +93,5 @@ if __name__ == "__main__":
     configure_logging("human", "error")
     module_of, name_of = WORKERS[sys.argv[1]]
     # Before it is told how, so that all processes of a system import at the same time.
-    asyncio.run(serve(getattr(importlib.import_module(module_of), name_of)))
+    make = getattr(importlib.import_module(module_of), name_of)
+    asyncio.run(serve(make, sys.argv[1] in _PLAIN))
