@@ -12,6 +12,7 @@ KNOBS = (
     "prepare-ahead",
     "prefill-queue",
     "prefill-batch",
+    "serving-quantile",
     "backoff-s",
     "backoff-max-s",
     "backoff-jitter",

@@ -126,10 +126,13 @@ class DecodeMachine:
         """Use what became free, start a step, and hand the actions out."""
         ledger = self.ledger
         self._engine.schedule()
-        while granted := ledger.reservations.next_granted(ledger.scheduler.holds_back):
-            grant_id, holding = granted
+        while grant_id := ledger.reservations.next_fitting(ledger.scheduler.holds_back):
             transfer = ledger.transfers[grant_id]
-            ledger.grant(transfer, holding)
+            too_late = ledger.too_late(transfer)
+            if too_late is not None:
+                ledger.end(transfer, DecodeState.FAILED, too_late)
+                continue
+            ledger.grant(transfer, ledger.reservations.take(grant_id))
             self._prefill.granted(transfer)
             self._client.granted(transfer)
             self._engine.schedule()

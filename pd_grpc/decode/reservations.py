@@ -43,16 +43,16 @@ class Reservations:
         """Stop waiting; nothing happens to one that does not wait."""
         self._waiting.pop(grant_id, None)
 
-    def next_granted(self, held_back: bool) -> tuple[str, Holding] | None:
-        """Grant to the one at the head if it fits now."""
+    def next_fitting(self, held_back: bool) -> str | None:
+        """The one at the head, if its turn has come: it fits now."""
         if not self._waiting or held_back:
             return None
         grant_id, blocks = next(iter(self._waiting.items()))
-        holding = self._try(grant_id, blocks)
-        if holding is None:
-            return None
-        del self._waiting[grant_id]
-        return grant_id, holding
+        return grant_id if blocks <= self._pool.free else None
+
+    def take(self, grant_id: str) -> Holding:
+        """Grant to one whose turn has come."""
+        return self._pool.reserve(self._waiting.pop(grant_id), BlockState.RESERVED, grant_id)
 
     def _try(self, grant_id: str, blocks: int) -> Holding | None:
         try:

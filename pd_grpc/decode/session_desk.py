@@ -16,6 +16,7 @@ from pd_grpc.decode.sessions import Session
 from pd_grpc.decode.states import DecodeState
 from pd_grpc.decode.transfer import Owner, Transfer
 from pd_grpc.protocol.faults import Fault, Reason
+from pd_grpc.protocol.messages import duration
 from pd_grpc.v1 import decode_pb2
 
 
@@ -157,10 +158,12 @@ class SessionDesk:
         ledger = self._ledger
         waiting = [t for t in ledger.transfers.values() if t.state is DecodeState.WAITING]
         tokens = sum(t.prefill.request.prompt_tokens for t in waiting if t.prefill is not None)
+        decoding_s = ledger.serving.sized_s()
         return decode_pb2.Load(
             free_blocks=ledger.pool.free,
             total_blocks=ledger.pool.total,
             queued_tokens=tokens,
             queued_requests=len(waiting),
             decoding_requests=ledger.scheduler.running,
+            decoding=None if decoding_s is None else duration(decoding_s),
         )

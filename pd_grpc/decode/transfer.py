@@ -13,6 +13,7 @@ from pd_grpc.protocol.faults import Fault
 from pd_grpc.protocol.messages import duration
 from pd_grpc.protocol.refs import TransferKey
 from pd_grpc.protocol.sampling import Sampling
+from pd_grpc.protocol.serving_times import Served
 from pd_grpc.v1 import decode_pb2, types_pb2
 
 
@@ -52,7 +53,8 @@ class Transfer:
     """A request on D. `grant_id` names it to engine and receiver from its birth on.
 
     `output` are the tokens chosen here or by P, without those the client had already. `kv_tokens`
-    is how many leading tokens have their KV in the holding's blocks. `computed_from` is when the
+    is how many leading tokens have their KV in the holding's blocks. `granted_at` is when it got
+    them, if it needs any. `computed_from` is when the
     first chunk of a local prefill entered the engine.
     """
 
@@ -74,7 +76,16 @@ class Transfer:
     computed_from: float | None = None
     output: list[int] = field(default_factory=list)
     held: list[TokenOut] = field(default_factory=list)
+    granted_at: float | None = None
     handed_off_at: float | None = None
+
+    @property
+    def max_new_tokens(self) -> int:
+        """Tokens it may still be given, counted when it came here."""
+        if self.prefill is not None:
+            return self.prefill.request.max_new_tokens
+        assert self.client is not None
+        return self.client.sampling.max_tokens - len(self.client.generated)
 
     @property
     def handed_off(self) -> bool:
@@ -138,6 +149,14 @@ def timings_of(transfer: Transfer) -> types_pb2.Timings | None:
         queue=duration(transfer.computed_from - transfer.created),
         compute=duration(transfer.handed_off_at - transfer.computed_from),
     )
+
+
+def served_of(transfer: Transfer, now: float) -> Served | None:
+    """How long one that ends has held blocks, until its hand-off and after; None if it had none."""
+    if transfer.granted_at is None:
+        return None
+    until = now if transfer.handed_off_at is None else transfer.handed_off_at
+    return Served(until - transfer.granted_at, now - until, transfer.max_new_tokens)
 
 
 def usage_of(prompt: Sequence[int], generated: int) -> types_pb2.Usage:

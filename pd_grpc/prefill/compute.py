@@ -15,6 +15,7 @@ from pd_grpc.prefill.states import PrefillRecord, PrefillState
 from pd_grpc.protocol.config import PrefillConfig
 from pd_grpc.protocol.faults import Fault, Reason
 from pd_grpc.protocol.layout import KvLayout
+from pd_grpc.protocol.serving_times import Served, ServingTimes, too_late
 from pd_grpc.v1 import prefill_pb2
 
 _STUCK = Timer("engine")
@@ -30,11 +31,12 @@ class Compute:
         pool: BlockPool,
         layout: KvLayout,
         fail: Fail,
+        decoding_s: Callable[[PrefillRecord], float],
         starting: Callable[[PrefillRecord, float], None],
         computed: Callable[[PrefillRecord, Sampled, float], None],
     ) -> None:
-        """`starting` hears of a request that has its blocks, before its first step; `computed`
-        takes it over with its first token."""
+        """`decoding_s` says how long D needs after P. `starting` hears of a request that has its
+        blocks, before its first step; `computed` takes it over with its first token."""
         self.stuck: Fault | None = None
         """Set while a step lasts longer than `no_progress_s`."""
         self.paused = False
@@ -42,9 +44,11 @@ class Compute:
         self._requests = requests
         self._config = config
         self._fail = fail
+        self._decoding_s = decoding_s
         self._starting = starting
         self._computed = computed
         self._scheduler = PrefillScheduler(pool, layout, config.prefill_batch, config.chunk_tokens)
+        self._serving = ServingTimes(config.serving_quantile)
         self._steps = count(1)
         self._step = 0
         self._plan: Plan | None = None
@@ -53,13 +57,26 @@ class Compute:
         """A request is prepared."""
         self._scheduler.add(record)
 
-    def forget(self, record: PrefillRecord) -> None:
+    def ended(
+        self, record: PrefillRecord, state: PrefillState, fault: Fault | None, now: float
+    ) -> None:
         """A request has ended. Its part of the step that runs is computed to the end."""
         self._scheduler.remove(record)
+        if record.times.compute is None:
+            return
+        served = Served(0.0, now - record.times.compute, len(record.tokens))
+        if state is PrefillState.HANDED_OFF:
+            self._serving.finished(served)
+        elif fault is not None and fault.reason is Reason.STAGE_DEADLINE:
+            self._serving.ran_out(served)
 
     def pump(self, now: float) -> bool:
         """Start the next step if the engine is free; whether it was."""
-        if self._plan is not None or (plan := self._scheduler.plan(admit=not self.paused)) is None:
+        if self._plan is not None:
+            return False
+        self._refuse_late(now)
+        plan = self._scheduler.plan(admit=not self.paused)
+        if plan is None:
             return False
         for record in plan.admitted:
             record.times.compute = now
@@ -116,6 +133,18 @@ class Compute:
         for record in list(self._requests.in_flight.values()):
             if record.state is not PrefillState.SENDING:
                 self._fail(record, fault, now, True)
+
+    def _refuse_late(self, now: float) -> None:
+        """Those that wait for the engine and would be nobody's when they are done."""
+        for record in self._scheduler.waiting():
+            needed_s = self._serving.needed_s(len(record.tokens))
+            if needed_s is None:
+                return
+            needed_s += self._decoding_s(record)
+            budget_s = record.deadline - record.times.called
+            late = too_late(needed_s, record.left(now), budget_s, "queue")
+            if late is not None:
+                self._fail(record, late, now, True)
 
     def _finish(self, step: int) -> Plan | None:
         if self._plan is None or step != self._step:

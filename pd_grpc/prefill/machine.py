@@ -71,6 +71,7 @@ class PrefillMachine:
             pool,
             limits.layout,
             fail=self._fail,
+            decoding_s=self.placement.decoding_s,
             starting=self.handover.starting,
             computed=self._computed,
         )
@@ -295,7 +296,7 @@ class PrefillMachine:
     ) -> None:
         self.handover.forget(record)
         self.placement.forget(record, fault if tell else None, now)
-        self.compute.forget(record)
+        self.compute.ended(record, state, fault, now)
         self.requests.end(record, state, fault, now)
 
     # --- the operator --------------------------------------------------------------------------

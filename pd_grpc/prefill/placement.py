@@ -27,7 +27,7 @@ from pd_grpc.prefill.states import PrefillRecord, PrefillState
 from pd_grpc.prefill.validation import ModelLimits
 from pd_grpc.protocol.config import PrefillConfig
 from pd_grpc.protocol.faults import Fault, Reason, not_meant
-from pd_grpc.protocol.messages import duration
+from pd_grpc.protocol.messages import duration, seconds
 from pd_grpc.protocol.refs import TransferKey
 from pd_grpc.v1 import decode_pb2, prefill_pb2, types_pb2
 
@@ -114,6 +114,10 @@ class Placement:
         """When `tick` must be called."""
         wakes = (self.pool.next_wake(), self.releases.next_wake())
         return min((at for at in wakes if at is not None), default=None)
+
+    def decoding_s(self, record: PrefillRecord) -> float:
+        """How long its D lately needed after the hand-off; 0 while it has not said so."""
+        return seconds(self.conversations[record.target.endpoint].load.decoding)
 
     def computed(self, record: PrefillRecord) -> None:
         """A grant is no longer idle."""

@@ -54,6 +54,10 @@ class PrefillScheduler:
         """A request is prepared."""
         self._ready.setdefault(record.target.endpoint, deque()).append(record)
 
+    def waiting(self) -> list[PrefillRecord]:
+        """Those that are prepared and not begun."""
+        return [record for records in self._ready.values() for record in records]
+
     def remove(self, record: PrefillRecord) -> None:
         """A request is computed, or need not be."""
         self._running = [other for other in self._running if other is not record]

@@ -93,6 +93,13 @@ class Sizes(_Section):
         16384, ge=1, description="clients whose prefill may still be under way, on D"
     )
     tombstones: int = Field(65536, ge=1, description="ended transfers remembered")
+    serving_quantile: float = Field(
+        0.95,
+        ge=0,
+        le=1,
+        description="part of the last requests for which a time was enough; one that has spent half"
+        " of its own and has less left is refused when its turn comes. 0 refuses nobody",
+    )
     prepare_window: int = Field(32, ge=1, description="Allocates in flight per D")
     prepare_total: int = Field(256, ge=1, description="Allocates in flight in total")
     prefill_queue: int = Field(1024, ge=1, description="requests that may wait on P for one D")

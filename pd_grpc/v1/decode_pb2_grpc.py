@@ -166,11 +166,16 @@ class DecodeServiceServicer(object):
         nobody waits longer than the longest max_wait of its calls, nor beyond its budget. A request
         that needs no blocks does not queue, and one that could never fit is refused before it does.
 
+        A grant that comes too late helps nobody: the request holds blocks until its time is over, and
+        those behind it come too late as well. So D may refuse, when its turn comes, one that has spent
+        half of its time and has less left than others have lately needed from grant to end. That is
+        STAGE_DEADLINE, and the transfer has ended.
+
         RESOURCE_EXHAUSTED with NO_BLOCKS after max_wait, which D cuts to 100 ms before the call's own
         deadline, or with QUEUE_FULL at once; INVALID_ARGUMENT with TOO_LARGE when it could never fit;
         ALREADY_EXISTS with DUPLICATE_TRANSFER for another body while the ref is in flight, which is
         unharmed; DEADLINE_EXCEEDED with STAGE_DEADLINE and the stage "allocate" when the budget is
-        over; ABORTED with RELEASED when the transfer has ended; UNAVAILABLE with DRAINING, or with
+        over or what is left is too little; ABORTED with RELEASED when the transfer has ended; UNAVAILABLE with DRAINING, or with
         ENGINE_STUCK while D's engine makes no progress.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)

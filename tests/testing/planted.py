@@ -180,7 +180,7 @@ DECODE = [
     Planted("a client that has left is served", ClientDesk, "call_ended", _nothing),
     Planted("a step's end is not noticed", EngineDesk, "_finish_step", _nothing),
     Planted("the queue is left by nobody", Reservations, "leave", _nothing, ONE_DECODE),
-    Planted("everybody waits for blocks", Reservations, "next_granted", _nothing, ONE_DECODE),
+    Planted("everybody waits for blocks", Reservations, "next_fitting", _nothing, ONE_DECODE),
     Planted("KV is acknowledged and not written", TagMemory, "write", _not_written),
     Planted("D reads its blocks in another order", Scheduler, "_slot_of", _swapped),
     Planted("a shard goes on writing after the end", Receiver, "close_grant", _nothing_done),

@@ -27,6 +27,7 @@ from pd_grpc.engine.sim_tokenizer import SimTokenizer
 from pd_grpc.prefill.validation import ModelLimits
 from pd_grpc.protocol.faults import Fault, TransportFault
 from pd_grpc.protocol.layout import KvLayout
+from pd_grpc.protocol.serving_times import ServingTimes
 from pd_grpc.protocol.timers import Timers
 from pd_grpc.protocol.tombstones import Tombstones
 from pd_grpc.testing.explorer.kv import TagMemory
@@ -46,12 +47,23 @@ _FOR_PEOPLE = frozenset(
         "created",
         "prompt_digest",
         "computed_from",
+        "granted_at",
     }
 )
 _COUNTERS = frozenset({"_sequence", "_steps", "_step", "_arrivals", "_numbers", "step"})
 """They grow, and only whether two of them are equal matters, which a walk over one state shows."""
 
-_CONSTANT = (BaseModel, KvLayout, ModelLimits, Offer, SimTokenizer, Random, Interned)
+# The times of those that were served count from the sixteenth on, which no search comes to.
+_CONSTANT = (
+    BaseModel,
+    KvLayout,
+    ModelLimits,
+    Offer,
+    ServingTimes,
+    SimTokenizer,
+    Random,
+    Interned,
+)
 _CODE = (types.FunctionType, types.MethodType, types.BuiltinFunctionType, type)
 _BLOCKS = frozenset({"block_table", "blocks", "_blocks"})
 

@@ -69,30 +69,22 @@ def the_callers_deadline_is_its_own_affair(patch: pytest.MonkeyPatch) -> None:
 
 @mutant("D244")
 def last_in_first_out(patch: pytest.MonkeyPatch) -> None:
-    def next_granted(self, held_back):  # type: ignore[no-untyped-def]
+    def next_fitting(self, held_back):  # type: ignore[no-untyped-def]
         if not self._waiting or held_back:
             return None
         grant_id, blocks = next(reversed(self._waiting.items()))
-        holding = self._try(grant_id, blocks)
-        if holding is None:
-            return None
-        del self._waiting[grant_id]
-        return grant_id, holding
+        return grant_id if blocks <= self._pool.free else None
 
-    patch.setattr(Reservations, "next_granted", next_granted)
+    patch.setattr(Reservations, "next_fitting", next_fitting)
 
 
 @mutant("D245")
 def whoever_fits_goes_first(patch: pytest.MonkeyPatch) -> None:
-    def next_granted(self, held_back):  # type: ignore[no-untyped-def]
-        for grant_id, blocks in self._waiting.items():
-            holding = self._try(grant_id, blocks)
-            if holding is not None:
-                del self._waiting[grant_id]
-                return grant_id, holding
-        return None
+    def next_fitting(self, held_back):  # type: ignore[no-untyped-def]
+        fitting = (g for g, blocks in self._waiting.items() if blocks <= self._pool.free)
+        return next(fitting, None)
 
-    patch.setattr(Reservations, "next_granted", next_granted)
+    patch.setattr(Reservations, "next_fitting", next_fitting)
 
 
 @mutant("D246")
