@@ -83,7 +83,7 @@ def test_a_failure_after_placing_is_that_of_the_decode_it_was_placed_on() -> Non
     world = World(decode=[D1, D2, D3]).start()
     world.placing(D2, 1.0)
     actions = world.prefill_fails(fault(Reason.DECODE_LOST), 2.0)
-    assert begun(actions) == (2, Kind.RETRY, "p1", "d1")
+    assert begun(actions) == (2, Kind.RETRY, "p2", "d1")
     (prefill,) = (a for a in actions if isinstance(a, OpenPrefill))
     assert prefill.decodes == (D1, D3), "the one to blame is no alternate either"
 
@@ -198,10 +198,10 @@ def test_only_what_the_status_table_says_is_tried_elsewhere(reason: Reason) -> N
 
 
 @pytest.mark.parametrize("code", [code for code in Code if code is not Code.OK])
-def test_of_bare_statuses_only_a_lost_connection_is_tried_elsewhere(code: Code) -> None:
+def test_of_bare_statuses_only_those_of_who_is_gone_are_tried_elsewhere(code: Code) -> None:
     world = World().start().streaming()
     actions = world.decode_fails(TransportFault(code, "raw"), 2.0)
-    if code is Code.UNAVAILABLE:
+    if code in (Code.UNAVAILABLE, Code.CANCELLED):
         assert begun(actions)[1] is Kind.CONTINUATION
     else:
         assert isinstance(actions[-1], Fail)
@@ -232,6 +232,24 @@ def test_where_nobody_is_to_blame_for_certain_both_are_replaced_if_they_can_be(
 ) -> None:
     world = World(prefill, decode).start()
     assert begun(world.prefill_fails(fault(Reason.KV_CORRUPT), 1.0))[2:] == expected
+
+
+def test_a_prefill_that_reaches_no_decode_is_replaced_too() -> None:
+    """It has nothing to do, and would be given the request again and again."""
+    world = World().start()
+    world.placing(D2, 0.5)
+    world.done.clear()
+    unreached = Fault(Reason.DECODE_LOST, "d2 cannot be reached: no welcome within 1 s")
+    assert begun(world.prefill_fails(unreached, 2.0)) == (2, Kind.RETRY, "p2", "d1")
+
+
+def test_a_prefill_that_stops_and_cancels_what_it_took_is_replaced() -> None:
+    world = World().start()
+    assert world.prefill_fails(TransportFault(Code.CANCELLED, "CANCELLED"), 1.0) == []
+    assert world.time(1.0 + SETTLE_S) == [AskTransfer(0, D1)]
+    asked = world.request.request.on_verdict(0, TransferVerdict.OTHER, 1.6)
+    actions = world.of_attempt(asked, 1.6)
+    assert begun(actions) == (2, Kind.RETRY, "p2", "d1")
 
 
 # --- nowhere to go --------------------------------------------------------------------------------
@@ -322,10 +340,31 @@ def test_a_wait_of_no_time_is_none() -> None:
     assert failure(world.decode_fails(LOST, 2.0)).reason is Reason.DECODE_LOST
 
 
-def test_nobody_who_failed_a_request_has_it_again_before_it_comes_on() -> None:
+def test_who_failed_a_request_is_the_last_choice_before_it_comes_on() -> None:
+    world = World([P1], [D1, D2, D3]).start().streaming()
+    assert begun(world.decode_fails(LOST, 2.0))[3] == "d2"
+    world.tokens(1, 3.0)
+    assert begun(world.decode_fails(LOST, 3.1))[3] == "d3"
+
+
+def test_who_failed_a_request_before_has_it_again_where_there_is_nobody_else() -> None:
+    """Both were out of reach for a moment, one after the other."""
     world = World([P1], [D1, D2]).start().streaming()
     assert begun(world.decode_fails(LOST, 2.0))[3] == "d2"
     world.tokens(1, 3.0)
+    assert begun(world.decode_fails(LOST, 3.1))[3] == "d1"
+
+
+def test_who_failed_a_request_last_has_it_not_again() -> None:
+    world = World([P1], [D1, D2]).start().streaming()
+    assert begun(world.decode_fails(LOST, 2.0))[3] == "d2"
+    world.decode = [D2]
+    assert failure(world.decode_fails(LOST, 3.1)).reason is Reason.DECODE_LOST
+
+
+def test_who_failed_a_request_otherwise_than_by_being_lost_has_it_not_again() -> None:
+    world = World([P1], [D1, D2]).start().streaming()
+    assert begun(world.decode_fails(fault(Reason.ENGINE_STUCK), 2.0))[3] == "d2"
     assert failure(world.decode_fails(LOST, 3.1)).reason is Reason.DECODE_LOST
 
 
