@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from pd_grpc.protocol.faults import (
     Code,
     Fault,
@@ -79,6 +81,13 @@ def no_answer(endpoint: str, stage: str) -> Fault:
     """A D that is silent, for whoever else turns to it."""
     text = f"decode instance at {endpoint} gave no answer in stage '{stage}'"
     return Fault(Reason.DECODE_LOST, text)
+
+
+def again_in(fault: Fault, left_s: float) -> Fault:
+    """The fault of a D that cannot be had now, with when it may be asked again: in `left_s`, unless
+    it says so itself or nobody knows (0)."""
+    told = fault.retry_after_s is not None or not left_s
+    return fault if told or not unavailable(fault) else replace(fault, retry_after_s=left_s)
 
 
 def ended_fault(ended: decode_pb2.TransferEnded) -> Fault:

@@ -9,6 +9,7 @@ from random import Random
 from pd_grpc.prefill.actions import CancelAllocate, SendAllocate
 from pd_grpc.prefill.conversations import Conversations, Fail
 from pd_grpc.prefill.decode_faults import (
+    again_in,
     another_may_do,
     as_fault,
     has_no_room,
@@ -304,6 +305,7 @@ class Placement:
             moved = Fault(Reason.RELEASED, f"prefill went on without the answer: {own.message}")
             self._release(record, own if other is None else moved, now)
         if other is None:
+            own = again_in(own, self.pool.breaker_left_s(record.target.endpoint, now))
             if not unanswered and is_ours_to_end(own):
                 self._release(record, own, now)
             self._fail(record, own, now, False)

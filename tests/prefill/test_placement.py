@@ -291,6 +291,19 @@ def test_an_allocate_is_given_up_when_its_d_does_not_come_back(world: World) -> 
     assert world.releases() == [(D1, Reason.DECODE_LOST)]
 
 
+def test_of_a_d_that_cannot_be_had_it_is_told_when_it_is_asked_again(world: World) -> None:
+    """Whoever has nobody else to turn to comes back then."""
+    unheard = world.call("t-1", decodes=(D1, D2))
+    world.advance(world.config.connect_s)
+    assert world.emitted(unheard) == ["queued", "placing"]
+    world.advance(world.config.connect_s)
+    fault = world.fault(unheard)
+    assert fault.reason is Reason.DECODE_LOST and "no welcome" in fault.message
+    assert fault.retry_after_s == world.config.breaker_open_s
+    world.call("t-2", decodes=(D2,))
+    assert world.fault(world.call("t-3", decodes=(D2,))).retry_after_s == fault.retry_after_s
+
+
 def test_requests_beyond_the_queue_are_refused_and_only_for_that_d() -> None:
     world = World(prefill_queue=2)
     for n in range(2):
