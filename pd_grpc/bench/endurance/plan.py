@@ -11,7 +11,7 @@ from __future__ import annotations
 import enum
 import random
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from pd_grpc.bench.endurance.fleet import ROUTER
 from pd_grpc.bench.trace import Arrival
@@ -43,6 +43,8 @@ class Manner(str, enum.Enum):
     """It leaves after `leaves_after_s`."""
     DEADLINE = "deadline"
     """Its budget may be too short."""
+    REPEATED = "repeated"
+    """It is answered, or the duplicate that follows it is, if that comes first after all."""
     DUPLICATE = "duplicate"
     """It sends the request before it once more, while that is under way."""
     INVALID = "invalid"
@@ -121,18 +123,9 @@ def _requests(
         before = planned[-1] if planned else None
         length = trace[(begin + number) % len(trace)].length
         if before is not None and before.manner is Manner.PLAIN and draw.random() < 0.06:
-            manner = Manner.DUPLICATE
-            planned.append(
-                PlannedRequest(
-                    before.name,
-                    # So soon that the first is still under way, wherever it can be.
-                    before.at_s,
-                    manner,
-                    before.prompt,
-                    before.as_text,
-                    before.sampling,
-                )
-            )
+            planned[-1] = replace(before, manner=Manner.REPEATED)
+            # At the same time, so that the first is still under way wherever it can be.
+            planned.append(replace(before, manner=Manner.DUPLICATE))
         else:
             prompt = min(max(1, length.prompt // SHRINK), _LONGEST_PROMPT)
             output = min(max(1, length.output // SHRINK), _LONGEST_OUTPUT)

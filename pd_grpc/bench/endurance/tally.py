@@ -35,6 +35,7 @@ class Verdict(str, enum.Enum):
 
 _REFUSALS = {
     Manner.INVALID: {Code.INVALID_ARGUMENT},
+    Manner.REPEATED: {Code.ALREADY_EXISTS},
     Manner.DUPLICATE: {Code.ALREADY_EXISTS},
 }
 _NO_ROOM = {Code.RESOURCE_EXHAUSTED}

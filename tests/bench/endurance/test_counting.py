@@ -67,6 +67,7 @@ BAD = Fault(Reason.BAD_REQUEST, "what?")
         (Manner.PLAIN, LOST, Verdict.FAILED),
         (Manner.PLAIN, TWICE, Verdict.FAILED),
         (Manner.DUPLICATE, TWICE, Verdict.REFUSED),
+        (Manner.REPEATED, TWICE, Verdict.REFUSED),
         (Manner.PLAIN, BAD, Verdict.FAILED),
         (Manner.INVALID, BAD, Verdict.REFUSED),
         (Manner.PLAIN, FULL, Verdict.REFUSED),
