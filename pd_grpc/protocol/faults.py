@@ -268,18 +268,22 @@ class Fault(Exception):
         return f"{self.code.name} {self.reason.value}: {self.message}"
 
 
+_OF_WHO_IS_GONE = frozenset({Code.UNAVAILABLE, Code.CANCELLED})
+
+
 @dataclass(eq=False)
 class TransportFault(Exception):
-    """A status that is not ours: no ErrorInfo of our domain. UNAVAILABLE means the peer is lost;
-    RESOURCE_EXHAUSTED means a message too large; no other is retried."""
+    """A status that is not ours: no ErrorInfo of our domain. UNAVAILABLE means the peer is lost, and
+    so does the CANCELLED of a call that we have not cancelled; RESOURCE_EXHAUSTED means a message
+    too large. No other is retried."""
 
     code: Code
     message: str
 
     @property
     def peer_lost(self) -> bool:
-        """Whether the connection to the peer is gone."""
-        return self.code is Code.UNAVAILABLE
+        """Whether the peer is gone, or stops: a server that does cancels what it has taken."""
+        return self.code in _OF_WHO_IS_GONE
 
     def __str__(self) -> str:
         return f"{self.code.name}: {self.message}"
@@ -316,7 +320,7 @@ def read_status(status: status_pb2.Status) -> Fault | TransportFault:
 def transport_fault(error: TransportFault, who: str, lost: Reason, stage: str) -> Fault:
     """What a status that is not ours means for the request whose stage `stage` called `who`, an
     instance in a few words; `lost` is the reason for a connection that is gone."""
-    if error.code in (Code.UNAVAILABLE, Code.CANCELLED):
+    if error.peer_lost:
         return Fault(lost, f"{who} was lost in stage '{stage}': {error.message}")
     if error.code is Code.DEADLINE_EXCEEDED:
         return stage_deadline(stage)

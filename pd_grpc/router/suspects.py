@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from pd_grpc.protocol.faults import Code, Fault, Reason, Retry
+from pd_grpc.protocol.faults import Code, Fault, Reason, Retry, TransportFault
 from pd_grpc.router.machine import LEG, STATUS, Leg, PrefillLeg, RoutedRequest
 from pd_grpc.router.policies import LeastLoad, Pairing, Target, pair
 
@@ -23,9 +23,8 @@ EITHER: Blame = frozenset(Leg)
 _OF_PREFILL = frozenset({Reason.PREFILL_LOST, Reason.SENDER_STUCK})
 _OF_DECODE = frozenset({Reason.DECODE_LOST, Reason.NO_BLOCKS})
 _LOSSES = frozenset({Reason.PREFILL_LOST, Reason.DECODE_LOST})
-_GONE = frozenset({Code.UNAVAILABLE.name, Code.CANCELLED.name})
-"""Bare statuses of a leg whose instance is gone. A server that stops cancels what it has taken and
-not answered; what we have cancelled ourselves is heard no more."""
+_GONE = frozenset(code.name for code in Code if TransportFault(code, "").peer_lost)
+"""Bare statuses of a leg whose instance is gone; what we have cancelled is heard no more."""
 
 
 def blamed(fault: Fault, request: RoutedRequest) -> Blame:

@@ -181,9 +181,9 @@ def test_a_status_that_is_not_ours_is_the_transports(status: status_pb2.Status) 
     assert str(read) == "UNAVAILABLE: text"
 
 
-def test_only_unavailable_of_the_transport_means_that_the_peer_is_lost() -> None:
+def test_of_the_transport_unavailable_and_cancelled_mean_that_the_peer_is_lost() -> None:
     lost = [code for code in Code if TransportFault(code, "").peer_lost]
-    assert lost == [Code.UNAVAILABLE]
+    assert lost == [Code.CANCELLED, Code.UNAVAILABLE]
 
 
 def test_a_code_no_version_knows_is_unknown() -> None:
