@@ -273,9 +273,9 @@ _OF_WHO_IS_GONE = frozenset({Code.UNAVAILABLE, Code.CANCELLED})
 
 @dataclass(eq=False)
 class TransportFault(Exception):
-    """A status that is not ours: no ErrorInfo of our domain. UNAVAILABLE means the peer is lost, and
-    so does the CANCELLED of a call that we have not cancelled; RESOURCE_EXHAUSTED means a message
-    too large. No other is retried."""
+    """A status that is not ours: no ErrorInfo of our domain. UNAVAILABLE means that the peer is
+    lost, and so does the CANCELLED of a call that we have not cancelled; RESOURCE_EXHAUSTED means
+    a message too large. No other is retried."""
 
     code: Code
     message: str

@@ -19,6 +19,7 @@ REFUSALS = [
     (Fault(Reason.STALE_EPOCH, "older"), True),
     (Fault(Reason.WRONG_INSTANCE, "other"), True),
     (GONE, True),
+    (TransportFault(Code.CANCELLED, "it stops"), True),
     (Fault(Reason.TOO_LARGE, "never fits"), False),
     (Fault(Reason.RELEASED, "ended"), False),
     (Fault(Reason.HANDOFF_MISMATCH, "sampling"), False),
