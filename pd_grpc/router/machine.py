@@ -281,8 +281,9 @@ class RoutedRequest:
         self._decode_open = False
         fault = self._of_decode(error)
         if self._held is not None:
-            own_word = isinstance(error, Fault) and not _is_consequence(error)
-            return self._fail(fault if own_word else self._held)
+            # Of two losses the first counts; of a consequence and a loss, the loss.
+            first = not isinstance(error, Fault) and not _is_consequence(self._held)
+            return self._fail(self._held if first or _is_consequence(error) else fault)
         if self.prefill is PrefillLeg.OPEN:
             may_move = bool(self._alternates) and not self.tokens and fault.retry is Retry.OTHER
             if may_move or _is_consequence(error):

@@ -148,6 +148,15 @@ def test_decodes_consequence_waits_for_prefills_cause(consequence: Reason) -> No
     )
 
 
+@pytest.mark.parametrize("consequence", [Reason.RELEASED, Reason.SUPERSEDED])
+def test_decode_lost_is_the_cause_of_what_prefill_tells_as_a_consequence(
+    consequence: Reason,
+) -> None:
+    machine = routed()
+    machine.on_prefill_failed(fault(consequence), 1.0)
+    assert failure(machine.on_decode_failed(0, LOST, 1.1)).reason is Reason.DECODE_LOST
+
+
 def test_a_consequence_alone_is_told_when_no_cause_comes() -> None:
     machine = routed()
     machine.on_decode_failed(0, fault(Reason.RELEASED), 1.0)
