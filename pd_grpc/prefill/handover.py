@@ -336,5 +336,10 @@ def _first_token(record: PrefillRecord) -> decode_pb2.FirstToken:
 
 def _of_transfer(fault: AnyFault, record: PrefillRecord) -> Fault:
     """What a Transfer's end means for the request."""
-    assert record.grant is not None
-    return our_mistake(as_fault(fault, record.grant.endpoint, "transfer"), "the KV")
+    grant = record.grant
+    assert grant is not None
+    own = our_mistake(as_fault(fault, grant.endpoint, "transfer"), "the KV")
+    if own.reason is Reason.STALE_EPOCH:
+        # The process that granted is gone; of P's own epoch nothing is wrong.
+        return Fault(Reason.DECODE_LOST, f"decode instance {grant.decode.name} was restarted")
+    return own

@@ -157,7 +157,8 @@ class AttemptLegs:
                 self._on_prefill_message(message)
         except grpc.aio.AioRpcError as error:
             fault = rpc.read_error(error)
-            self._suspect(target, fault)
+            if is_about(target, fault):
+                self._suspect(target, fault)
             self._prefill_is_late()
             self._call.took(self.machine.on_prefill_failed(fault, self._now()))
         else:
@@ -254,3 +255,10 @@ class AttemptLegs:
 
     def _now(self) -> float:
         return self._routing.clock.now()
+
+
+def is_about(target: Target, fault: Fault | TransportFault) -> bool:
+    """Whether a P that finds somebody mistaken finds it of itself, and not of a D."""
+    if isinstance(fault, TransportFault):
+        return False
+    return fault.metadata.get("meant", target.name) == target.name

@@ -7,7 +7,7 @@ import pytest
 from pd_grpc.prefill.decode_faults import end_state_fault
 from pd_grpc.prefill.events import TransferBroken
 from pd_grpc.prefill.states import PrefillState
-from pd_grpc.protocol.faults import Code, Fault, Reason, TransportFault
+from pd_grpc.protocol.faults import Code, Fault, Reason, TransportFault, not_meant
 from pd_grpc.protocol.refs import TransferKey
 from pd_grpc.v1 import decode_pb2, types_pb2
 from tests.prefill.test_sender import opened, sender
@@ -70,6 +70,14 @@ def test_a_stream_refused_for_a_session_that_was_replaced_is_opened_again(world:
     replaced = Fault(Reason.NO_SESSION, "the session was replaced")
     world.feed(TransferBroken(TransferKey("t-1", 1), 0, replaced))
     assert world.state() is PrefillState.SENDING
+
+
+def test_a_stream_that_meets_the_successor_of_its_decode_has_lost_it(world: World) -> None:
+    """S14: what is stale is D's epoch, and P's caller must not take it for P's."""
+    call = world.bring_to(PrefillState.SENDING)
+    stale = not_meant(Reason.STALE_EPOCH, "another process", 7, 8)
+    world.feed(TransferBroken(TransferKey("t-1", 1), 0, stale))
+    assert world.fault(call).reason is Reason.DECODE_LOST
 
 
 def test_a_target_that_is_no_decode_instance_is_said_so(world: World) -> None:

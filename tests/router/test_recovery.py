@@ -88,6 +88,13 @@ def test_a_failure_after_placing_is_that_of_the_decode_it_was_placed_on() -> Non
     assert prefill.decodes == (D1, D3), "the one to blame is no alternate either"
 
 
+def test_a_decode_that_only_prefill_has_lost_is_tried_with_another_prefill() -> None:
+    world = World(decode=[D1]).start()
+    actions = world.prefill_fails(fault(Reason.DECODE_LOST), 1.0)
+    assert begun(actions) == (2, Kind.RETRY, "p2", "d1")
+    assert failure(world.decode_fails(LOST, 2.0)).reason is Reason.DECODE_LOST
+
+
 def test_a_refusal_while_prefill_may_place_leaves_it_to_prefill() -> None:
     world = World().start()
     assert world.decode_fails(fault(Reason.DRAINING), 1.0) == []

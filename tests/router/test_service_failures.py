@@ -10,7 +10,7 @@ import grpc
 import grpc.aio
 import pytest
 
-from pd_grpc.protocol.faults import Code, Fault, Reason
+from pd_grpc.protocol.faults import Code, Fault, Reason, not_meant
 from pd_grpc.v1 import inference_pb2, sampling_pb2, types_pb2
 from tests.router.answers import (
     TEXT,
@@ -99,6 +99,20 @@ async def test_prefill_lost_after_the_hand_off_harms_no_answer(site: Site) -> No
     go_on.set()
     message = await asyncio.wait_for(waiting, 5)
     assert message.finish_reason == types_pb2.FINISH_REASON_LENGTH
+
+
+async def test_a_p_that_finds_a_d_mistaken_is_not_suspected_itself(site: Site) -> None:
+    """With one P, the next attempt needs it."""
+
+    async def of_d1_alone(request: Any) -> AsyncIterator[Any]:
+        if request.decodes[0].name == "d1":
+            raise not_meant(Reason.WRONG_INSTANCE, "d1's address is d9's", "d1", "d9")
+        yield handed_off()
+
+    hello(site)
+    site.d1.script, site.p.script = silence, of_d1_alone
+    await site.answer()
+    assert [request.ref.attempt for request in site.p.requests] == [1, 2]
 
 
 async def test_placing_moves_the_decode_leg(site: Site) -> None:

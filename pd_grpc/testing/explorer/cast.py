@@ -12,10 +12,10 @@ from pd_grpc.testing.explorer.decode_process import DecodeProcess
 from pd_grpc.testing.explorer.polling import PollingClient, PollingDecode, PollingPrefill
 from pd_grpc.testing.explorer.prefill_process import PrefillProcess
 from pd_grpc.testing.explorer.process import Process
-from pd_grpc.testing.explorer.scenario import Scenario
+from pd_grpc.testing.explorer.recovering_client import RecoveringClient, watch_of
+from pd_grpc.testing.explorer.scenario import FIRST_EPOCH, Scenario
+from pd_grpc.testing.explorer.watching import Watching
 from pd_grpc.testing.explorer.wire import Interned
-
-FIRST_EPOCH = 100
 
 Make: TypeAlias = Callable[[int], Process]
 """Makes the process of an epoch."""
@@ -52,12 +52,33 @@ def _asked(scenario: Scenario) -> Iterator[tuple[TransferKey, Wish]]:
         yield TransferKey(f"t{i + 1}", 1), wish
 
 
+def watches_of(scenario: Scenario, ids: Interned) -> list[int]:
+    """The health watches that are open from the beginning."""
+    instances, clients = scenario.targets, scenario.names[scenario.first_client :]
+    return [
+        watch_of(ids, client, FIRST_EPOCH, target.name)
+        for client in clients
+        for target in instances
+        if scenario.recovery
+    ]
+
+
+def _first_watches(scenario: Scenario, name: str, ids: Interned, epoch: int) -> set[int]:
+    if epoch != FIRST_EPOCH:
+        return set()
+    return {call for call in watches_of(scenario, ids) if ids.calls[call].server == name}
+
+
 def _prefill(scenario: Scenario, name: str, ids: Interned, epoch: int) -> Process:
-    return PrefillProcess(name, epoch, ids, scenario.prefill_config(), scenario.fine)
+    process = PrefillProcess(name, epoch, ids, scenario.prefill_config(), scenario.fine)
+    process.watchers |= _first_watches(scenario, name, ids, epoch)
+    return process
 
 
 def _decode(scenario: Scenario, name: str, ids: Interned, epoch: int) -> Process:
-    return DecodeProcess(name, epoch, ids, scenario.decode_config(), scenario.fine)
+    process = DecodeProcess(name, epoch, ids, scenario.decode_config(), scenario.fine)
+    process.watchers |= _first_watches(scenario, name, ids, epoch)
+    return process
 
 
 def _client(
@@ -70,6 +91,9 @@ def _client(
     epoch: int,
 ) -> Process:
     config = scenario.router_config()
+    if scenario.recovery:
+        watching = Watching(scenario.targets)
+        return RecoveringClient(name, epoch, ids, key, wish, config, watching)
     return ClientProcess(name, epoch, ids, key, wish, epochs, config, scenario.direct)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from pd_grpc.protocol.config import RouterConfig
 from pd_grpc.protocol.faults import Fault, TransportFault
@@ -107,7 +108,9 @@ class ClientProcess(Process):
         self._config = config
         times = RoutingTimes(config.grace_s, config.settle_s)
         kind = BothLegs if direct else RoutedRequest
-        self.machine = kind(wish.pairing, times, self.now + wish.budget_s)
+        self.request: RoutedRequest = kind(wish.pairing, times, self.now + wish.budget_s)
+        self.generated: list[int] = []
+        """The output that the client had when the attempt began."""
         self.started = False
 
     # --- what others see -------------------------------------------------------------------------
@@ -115,7 +118,7 @@ class ClientProcess(Process):
     def looks(self) -> Looks:
         """See `Process.looks`."""
         steps = []
-        wake = self.machine.timers.next()
+        wake = self._next_timer()
         if not self.started:
             steps.append("start")
         if wake is not None and wake <= self.now:
@@ -123,8 +126,7 @@ class ClientProcess(Process):
         asked = [at for _, at in self.asking.values()]
         if any(at <= self.now for at in asked):
             steps.append("expire")
-        machine = self.machine
-        waits = machine.timers.at("settle") is not None or bool(self.asking)
+        request = self.request
         calls = frozenset(
             [*self.legs.values(), *self.asking]
             + ([self.prefill_call] if self.prefill_call is not None else [])
@@ -132,9 +134,9 @@ class ClientProcess(Process):
         facts = (
             self.key,
             self.result,
-            machine.prefill is PrefillLeg.OPEN,
-            server_of(machine.decode.endpoint),
-            waits,
+            request.prefill is PrefillLeg.OPEN,
+            server_of(request.decode.endpoint),
+            self._waits(),
             calls,
         )
         wake_s = self._wake_s(wake, *asked)
@@ -149,24 +151,22 @@ class ClientProcess(Process):
     # --- what happens ----------------------------------------------------------------------------
 
     def _happen(self, happens: Input) -> None:
-        machine, kind = self.machine, happens[0]
+        kind = happens[0]
         if kind == "start":
             self.started = True
-            # A budget begins when the request does.
-            machine.budget_ends = self.now + self.wish.budget_s
-            self._perform(machine.start(self.now))
+            self._started()
         elif kind == "leave":
             self.started = True
             self._end_as("left")
-            self._perform(machine.on_client_gone(self.now))
+            self._left_alone()
         elif kind == "tick":
-            self._perform(machine.on_time(self.now))
+            self._due()
         elif kind == "expire":
             for call, (leg, at) in list(self.asking.items()):
-                if at <= self.now:
+                if call in self.asking and at <= self.now:
                     del self.asking[call]
                     self._cancel(call)
-                    self._perform(machine.on_verdict(leg, TransferVerdict.OTHER, self.now))
+                    self._took(self.request.on_verdict(leg, TransferVerdict.OTHER, self.now))
         elif happens[1] == self.prefill_call:
             self._prefill(self._ids.messages[happens[2]])
         elif happens[1] in self.asking:
@@ -176,40 +176,68 @@ class ClientProcess(Process):
                 if call == happens[1]:
                     self._decode(leg, self._ids.messages[happens[2]])
 
+    def _started(self) -> None:
+        # A budget begins when the request does.
+        self.request.budget_ends = self.now + self.wish.budget_s
+        self._perform(self.request.start(self.now))
+
+    def _left_alone(self) -> None:
+        self._perform(self.request.on_client_gone(self.now))
+
+    def _due(self) -> None:
+        self._perform(self.request.on_time(self.now))
+
+    def _next_timer(self) -> float | None:
+        return self.request.timers.next()
+
+    def _took(self, actions: list[Action]) -> None:
+        """The attempt's machine has heard something, and wants this done."""
+        self._perform(actions)
+
+    def _failed(self, target: Target, error: Any) -> None:
+        """A leg has ended with a status, or with OK when it is None."""
+
+    def _waits(self) -> bool:
+        """Whether it knows that something is wrong, and gives it time."""
+        return self.request.timers.at("settle") is not None or bool(self.asking)
+
     def _prefill(self, message: Message) -> None:
-        machine, now = self.machine, self.now
+        request, now = self.request, self.now
         if message.kind in (END, BROKEN):
             self.prefill_call = None
+            assert request.pairing.prefill is not None
+            self._failed(request.pairing.prefill, message.body)
             if message.body is None:
-                self._perform(machine.on_prefill_ended(now))
+                self._took(request.on_prefill_ended(now))
             else:
-                self._perform(machine.on_prefill_failed(message.body, now))
+                self._took(request.on_prefill_failed(message.body, now))
             return
         match message.body.WhichOneof("event"):
             case "queued":
-                self._perform(machine.on_queued(now))
+                self._took(request.on_queued(now))
             case "placing":
                 decode = message.body.placing.decode
-                self._perform(machine.on_placing(Target(decode.name, decode.endpoint), now))
+                self._took(request.on_placing(Target(decode.name, decode.endpoint), now))
             case "progress":
-                self._perform(machine.on_progress(now))
+                self._took(request.on_progress(now))
             case "handed_off":
-                self._perform(machine.on_handed_off(now))
+                self._took(request.on_handed_off(now))
 
     def _decode(self, leg: int, message: Message) -> None:
-        machine, now = self.machine, self.now
+        request, now = self.request, self.now
         if message.kind in (END, BROKEN):
             del self.legs[leg]
+            self._failed(request.decode, message.body)
             if message.body is None:
-                self._perform(machine.on_decode_ended(leg, now))
+                self._took(request.on_decode_ended(leg, now))
             else:
-                self._perform(machine.on_decode_failed(leg, message.body, now))
+                self._took(request.on_decode_failed(leg, message.body, now))
             return
         ids = list(message.body.token_ids)
         complete = bool(message.body.finish_reason)
-        if leg == machine.leg and not machine.ended:
+        if leg == request.leg and not request.ended:
             self.tokens += ids
-        self._perform(machine.on_tokens(leg, len(ids), complete, now))
+        self._took(request.on_tokens(leg, len(ids), complete, now))
 
     def _verdict(self, call: int, message: Message) -> None:
         leg, _ = self.asking.pop(call)
@@ -217,7 +245,7 @@ class ClientProcess(Process):
         if message.kind not in (END, BROKEN):
             state = message.body.transfer.state
             verdict = _VERDICTS.get(state, TransferVerdict.OTHER)
-        self._perform(self.machine.on_verdict(leg, verdict, self.now))
+        self._took(self.request.on_verdict(leg, verdict, self.now))
 
     # --- what it does ----------------------------------------------------------------------------
 
@@ -227,7 +255,7 @@ class ClientProcess(Process):
                 case OpenPrefill(target, decodes):
                     named = [(d.name, d.endpoint) for d in decodes]
                     request = prefill_request(
-                        self.key, self.wish.prompt, named, sampling=self._sampling()
+                        self.key, self.wish.prompt, named, self.generated, self._sampling()
                     )
                     body = (request, self._left())
                     server = server_of(target.endpoint)
@@ -258,12 +286,14 @@ class ClientProcess(Process):
     def _open_decode(self, leg: int, target: Target) -> None:
         server = server_of(target.endpoint)
         request = inference_pb2.GenerateRequest(
-            token_ids=inference_pb2.TokenIds(ids=self.wish.prompt), sampling=self._sampling()
+            token_ids=inference_pb2.TokenIds(ids=self.wish.prompt),
+            generated_token_ids=self.generated,
+            sampling=self._sampling(),
         )
         if self.wish.pairing.prefill is not None:
             request.handoff.ref.transfer_id = self.key.transfer_id
             request.handoff.ref.attempt = self.key.attempt
-            request.handoff.ref.decode_epoch = self._epochs[server]
+            request.handoff.ref.decode_epoch = self._epoch_of(target.endpoint)
             request.handoff.decode_name = target.name
         name = f"{self.key}/{leg}"
         body = (request, self._left())
@@ -273,7 +303,10 @@ class ClientProcess(Process):
         return sampling_pb2.SamplingParams(max_tokens=self.wish.max_tokens, temperature=0)
 
     def _left(self) -> float:
-        return round(max(0.0, self.machine.budget_ends - self.now), 6)
+        return round(max(0.0, self.request.budget_ends - self.now), 6)
+
+    def _epoch_of(self, endpoint: str) -> int:
+        return self._epochs[server_of(endpoint)]
 
     def _end_as(self, result: str) -> None:
         self.answers += 1

@@ -32,7 +32,7 @@ from pd_grpc.testing.explorer.receiving import ReceivingProcess
 from pd_grpc.testing.explorer.wire import CANCEL, CLOSE, Interned, Message
 from pd_grpc.v1 import admin_pb2, decode_pb2, inference_pb2, layout_pb2, types_pb2
 
-_OF_PREFILL = frozenset({Reason.PREFILL_LOST, Reason.LEASE_EXPIRED, Reason.SUPERSEDED})
+_OF_PREFILL = frozenset({Reason.PREFILL_LOST, Reason.LEASE_EXPIRED})
 _GRANTED = frozenset(
     {
         DecodeState.RESERVED,
@@ -109,6 +109,9 @@ class DecodeProcess(ReceivingProcess):
         wake_s = self._wake_s(wake, bulk_wake)
         return Looks(tuple(steps), wake_s, settled, known, self.kept is None)
 
+    def _serves(self) -> bool:
+        return self.machine.ledger.closed() is None
+
     def left_over(self) -> list[str]:
         """See `Process.left_over`."""
         ledger = self.machine.ledger
@@ -129,6 +132,8 @@ class DecodeProcess(ReceivingProcess):
 
     def _happen(self, happens: Input) -> None:
         kind = happens[0]
+        if kind == "up" and self._asked_by_router(happens[1], self._ids.messages[happens[2]]):
+            return
         if kind == "up":
             call = happens[1]
             self._heard(call, self._ids.calls[call].kind, self._ids.messages[happens[2]])
@@ -303,7 +308,8 @@ class DecodeProcess(ReceivingProcess):
         before, after = change.before, change.after
         if before in _GRANTED and change.fault and change.fault.reason is Reason.DRAINING:
             self._wrong("a drain finishes what runs", f"{change.key} ended in {before.name}")
-        if change.key in self.handed_off and change.fault and change.fault.reason in _OF_PREFILL:
+        lost = change.fault is not None and change.fault.reason in _OF_PREFILL
+        if lost and change.key in self.handed_off:
             self._wrong("after the hand-off it is D's", f"{change.key}: {change.fault}")
         dropped = change.fault is None and after.terminal
         if before is not None and not dropped and after not in TRANSITIONS[before]:

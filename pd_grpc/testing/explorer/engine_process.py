@@ -11,7 +11,7 @@ from pd_grpc.blocks.pool import BlockPool
 from pd_grpc.protocol.refs import TransferKey
 from pd_grpc.testing.explorer.kv import TagMemory
 from pd_grpc.testing.explorer.process import Process
-from pd_grpc.testing.explorer.wire import Interned
+from pd_grpc.testing.explorer.wire import ANSWER, CANCEL, Interned, Message
 
 
 class EngineProcess(Process):
@@ -29,6 +29,33 @@ class EngineProcess(Process):
         """What was in flight when it was told to drain; None before."""
         self.drained = False
         """Whether all of that has ended, and goodbye is to be said."""
+        self.watchers: set[int] = set()
+        """The health watches of routers."""
+        self._said_to_serve = True
+
+    def _asked_by_router(self, call: int, message: Message) -> bool:
+        """Whether a call is one of those that a router finds out with who takes requests."""
+        kind = self._ids.calls[call].kind
+        if kind == "watch" and message.kind == CANCEL:
+            self.watchers.discard(call)
+        elif kind == "watch":
+            self.watchers.add(call)
+            self._down(call, "watch", (self.epoch, self._said_to_serve))
+        elif kind == "identify" and message.kind != CANCEL:
+            self._down(call, ANSWER, (self.epoch,))
+        return kind in ("watch", "identify")
+
+    def _happened(self) -> None:
+        super()._happened()
+        serves = self._serves()
+        if serves != self._said_to_serve:
+            self._said_to_serve = serves
+            for call in sorted(self.watchers):
+                self._down(call, "watch", (self.epoch, serves))
+
+    @abstractmethod
+    def _serves(self) -> bool:
+        """Whether it takes new requests."""
 
     def _posted(self) -> list[str]:
         """The steps in which a loop hears what was posted to it."""

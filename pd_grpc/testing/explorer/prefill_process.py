@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from pd_grpc.blocks.pool import BlockState
@@ -25,7 +26,7 @@ from pd_grpc.testing.explorer.kv import (
 from pd_grpc.testing.explorer.process import Input, Looks, server_of
 from pd_grpc.testing.explorer.sending import SendingProcess
 from pd_grpc.testing.explorer.wire import BROKEN, CANCEL, END, Interned, Message
-from pd_grpc.v1 import decode_pb2, prefill_pb2, types_pb2
+from pd_grpc.v1 import decode_pb2, prefill_pb2, sampling_pb2, types_pb2
 
 _LATE = TransportFault(Code.DEADLINE_EXCEEDED, "the call's time is over")
 _EARLY = (PrefillState.QUEUED, PrefillState.ALLOCATING, PrefillState.PREPARED)
@@ -107,6 +108,9 @@ class PrefillProcess(SendingProcess):
         )
         return tuple(flying), owed, self.epoch, frozenset(self.calls)
 
+    def _serves(self) -> bool:
+        return not self.machine.draining and self.machine.stuck is None
+
     def _deadlines(self) -> list[float]:
         calls = (self.allocates, self.first_tokens, self.releases)
         known = [at for group in calls for _, at in group.values()]
@@ -117,6 +121,8 @@ class PrefillProcess(SendingProcess):
 
     def _happen(self, happens: Input) -> None:
         kind = happens[0]
+        if kind == "up" and self._asked_by_router(happens[1], self._ids.messages[happens[2]]):
+            return
         if kind == "up":
             self._called(happens[1], self._ids.messages[happens[2]])
         elif kind == "down":
@@ -315,12 +321,18 @@ class PrefillProcess(SendingProcess):
 
 
 def prefill_request(
-    key: TransferKey, prompt: tuple[int, ...], decodes: list[tuple[str, str]], **fields: Any
+    key: TransferKey,
+    prompt: tuple[int, ...],
+    decodes: list[tuple[str, str]],
+    generated: Sequence[int] = (),
+    sampling: sampling_pb2.SamplingParams | None = None,
 ) -> prefill_pb2.PrefillRequest:
-    """What a router asks of P; `decodes` are names and endpoints."""
+    """What a router asks of P; `decodes` are names and endpoints, `generated` what the client has
+    already."""
     return prefill_pb2.PrefillRequest(
         ref=types_pb2.TransferRef(transfer_id=key.transfer_id, attempt=key.attempt),
         token_ids=prompt,
+        generated_token_ids=generated,
         decodes=[prefill_pb2.DecodeTarget(name=n, endpoint=e) for n, e in decodes],
-        **fields,
+        sampling=sampling,
     )

@@ -23,6 +23,7 @@ from pd_grpc.testing.explorer.wire import (
     OPEN,
     POST,
     UP,
+    WATCH,
     Interned,
     Op,
     as_sent,
@@ -91,8 +92,7 @@ class Process(ABC):
             return (), ()
         try:
             self._happen(happens)
-            if not self.fine:
-                self._catch_up()
+            self._happened()
             self._check()
         except WrongKv as wrong:
             self._wrong("no token from unverified KV", str(wrong))
@@ -114,6 +114,11 @@ class Process(ABC):
     def _happen(self, happens: Input) -> None:
         """Carry it out."""
 
+    def _happened(self) -> None:
+        """It has been carried out."""
+        if not self.fine:
+            self._catch_up()
+
     def _catch_up(self) -> None:  # noqa: B027 - a client has no bulk side
         """Let the bulk side and the control loop hear what they have to say to each other."""
 
@@ -132,6 +137,14 @@ class Process(ABC):
         name = f"{self.epoch}/{name}" if again == 1 else f"{self.epoch}/{name}/{again}"
         call = self._ids.call(kind, self.name, server, name)
         self._ops.append(Op(OPEN, call, self._ids.message(message, body)))
+        return call
+
+    def _watch(self, server: str) -> int:
+        """Open a watch of a server, which waits for it until it is there."""
+        self._opened["watch", server, server] += 1
+        name = f"{self.epoch}/{server}/{self._opened['watch', server, server]}"
+        call = self._ids.call("watch", self.name, server, name)
+        self._ops.append(Op(WATCH, call, self._ids.message("watch")))
         return call
 
     def _post(self, kind: str, server: str, name: str, body: Any) -> None:

@@ -35,6 +35,10 @@ TIMES: dict[str, Any] = {
 }
 
 
+FIRST_EPOCH = 100
+"""Of every process that is there from the beginning."""
+
+
 @dataclass(frozen=True)
 class Scenario:
     """`requests` are, for each client, the numbers of its P and of its Ds in order of preference;
@@ -57,6 +61,9 @@ class Scenario:
     direct: bool = False
     """Whether clients make their two calls themselves, and let each end on its own."""
 
+    recovery: bool = False
+    """Whether routers watch the instances, and try a request elsewhere."""
+
     polling: bool = False
     """Whether the processes are those of `polling` instead of ours."""
 
@@ -68,6 +75,12 @@ class Scenario:
             *(f"d{i + 1}" for i in range(self.decodes)),
             *(f"c{i + 1}" for i in range(len(self.requests))),
         ]
+
+    @property
+    def targets(self) -> list[Target]:
+        """Every P and D as a router knows it at first."""
+        names = self.names[: self.first_client]
+        return [Target(name, f"{name}:1", FIRST_EPOCH) for name in names]
 
     @property
     def first_client(self) -> int:
@@ -101,8 +114,8 @@ class Scenario:
 
     def wishes(self) -> Iterator[Wish]:
         """What each client wants, and where it is sent."""
-        prefills = [Target(f"p{i + 1}", f"p{i + 1}:1") for i in range(self.prefills)]
-        decodes = [Target(f"d{i + 1}", f"d{i + 1}:1") for i in range(self.decodes)]
+        targets = self.targets
+        prefills, decodes = targets[: self.prefills], targets[self.prefills :]
         prefill_load, decode_load = LeastLoad(), LeastLoad()
         for i, request in enumerate(self.requests):
             if request is None:
@@ -139,6 +152,20 @@ FULL = (
     Scenario(requests=((0, (0, 1)), (0, (1, 0))), fine=False),
 )
 """Two of each and two requests, in every way to pair them."""
+
+RECOVERY = tuple(
+    Scenario(
+        prefills=prefills,
+        decodes=decodes,
+        requests=(None,) * requests,
+        max_tokens=3,
+        decode_blocks=6,
+        fine=False,
+        recovery=True,
+    )
+    for prefills, decodes, requests in ((2, 2, 1), (2, 1, 1), (1, 2, 1), (2, 2, 2))
+)
+"""Requests that are tried elsewhere: on another pair, on the same D, on the same P, and two."""
 
 POLLING = Scenario(
     prefills=2,

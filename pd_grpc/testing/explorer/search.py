@@ -135,13 +135,13 @@ class Search:
         """Check a state, and make every move without a fault."""
         world, number = self.world, self._seen[state]
         if world.settled(state):
-            path, wrong = world.wrong_at_the_end(state)
+            path, wrong = world.wrong_at_the_end(state, faults)
             self._report(number, path, wrong, faults)
             return
         moves = world.moves(state)
         if world.is_quiet(moves):
             self._report(number, [], world.wrong_in_quiet(state), faults)
-            path, wrong = world.wrong_at_the_end(state)
+            path, wrong = world.wrong_at_the_end(state, faults)
             self._report(number, path, wrong, faults)
         for move in moves:
             self._make(state, move, faults, following, layer)

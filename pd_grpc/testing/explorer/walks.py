@@ -56,7 +56,7 @@ def walk(
         state, violations = world.after(state, move)
         if violations:
             return _walked(labels, faults, violations, number)
-    path, wrong = world.wrong_at_the_end(state)
+    path, wrong = world.wrong_at_the_end(state, faults)
     return _walked([*labels, *map(world.label, path)], faults, wrong, number)
 
 
@@ -65,19 +65,22 @@ def replay(scenario: Scenario, moves: Sequence[str]) -> tuple[World, State, list
     not belong to the scenario, or to these machines."""
     world = World(scenario, merge=False)
     state = world.root()
+    faults = 0
     for i, label in enumerate(moves):
         wrong = _wrong_here(world, state, world.moves(state))
         if wrong:
             return world, state, wrong
-        choices = [*world.moves(state), *world.faults(state)]
+        going_wrong = world.faults(state)
+        choices = [*world.moves(state), *going_wrong]
         chosen = [move for move in choices if world.label(move) == label]
         if not chosen:
             raise NoSuchMove(f"move {i}, {label!r}, is none of {[*map(world.label, choices)]}")
+        faults += chosen[0] in going_wrong
         state, violations = world.after(state, chosen[0])
         if violations:
             return world, state, list(violations)
     wrong = _wrong_here(world, state, world.moves(state))
-    return world, state, wrong or world.wrong_at_the_end(state)[1]
+    return world, state, wrong or world.wrong_at_the_end(state, faults)[1]
 
 
 def _wrong_here(world: World, state: State, moves: list[Move]) -> list[Violation]:

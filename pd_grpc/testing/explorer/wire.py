@@ -119,11 +119,14 @@ DOWN = "down"
 POST = "post"
 """Something is put into a queue for a server, and not heard of again."""
 
-OPENED, STALLED, DEAF, GHOST, CUT, POSTED = 1, 2, 4, 8, 16, 32
+WATCH = "watch"
+"""A client begins a call that waits for its server to be there."""
+
+OPENED, STALLED, DEAF, GHOST, CUT, POSTED, WAITS = 1, 2, 4, 8, 16, 32, 64
 """Flags of a call: the server has heard of it; nothing of it is delivered for now; the client does
 not listen; it repeats another call, which nobody waits for and which outlives its server; its
 connection is gone, and only the news of that arrives; it lies in a queue until its server reads
-it."""
+it; it waits until its server is there."""
 
 
 class Line(NamedTuple):
@@ -172,6 +175,9 @@ class WireRules:
             if kind == OPEN:
                 assert call not in lines, f"{self.ids.calls[call]} is opened twice"
                 lines[call] = Line(call, (message,), (), 0)
+                continue
+            if kind == WATCH:
+                lines[call] = Line(call, (message,), (), WAITS)
                 continue
             if kind == POST:
                 lines[call] = Line(call, (message,), (), DEAF | GHOST | POSTED)
@@ -243,6 +249,8 @@ class WireRules:
         who = self.ids.calls[call]
         if who.server == process:
             if flags & GHOST and not flags & OPENED:
+                return line
+            if flags & WAITS and not flags & OPENED:
                 return line
             if flags & DEAF:
                 return None

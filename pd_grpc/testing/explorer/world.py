@@ -11,14 +11,17 @@ from functools import partial
 from typing import Any, TypeAlias
 
 from pd_grpc.testing.explorer.agreement import disagreements
-from pd_grpc.testing.explorer.cast import FIRST_EPOCH, cast_of
+from pd_grpc.testing.explorer.answers import RAISED, SILENT, broken_promises
+from pd_grpc.testing.explorer.cast import cast_of, watches_of
 from pd_grpc.testing.explorer.locals import Locals
 from pd_grpc.testing.explorer.process import Input, Looks, Process, Violation
-from pd_grpc.testing.explorer.scenario import Scenario
+from pd_grpc.testing.explorer.scenario import FIRST_EPOCH, Scenario
 from pd_grpc.testing.explorer.wire import (
     GHOST,
+    OPENED,
     POSTED,
     STALLED,
+    WAITS,
     Interned,
     Line,
     Wire,
@@ -71,7 +74,11 @@ class World:
     def root(self) -> State:
         """Everybody is up, and nothing has been asked yet."""
         count = len(self.names)
-        return (*(self._begin(i, 0) for i in range(count)), self._wire(()), 0, 0)
+        watches = [
+            Line(call, (), (), OPENED | WAITS) for call in watches_of(self.scenario, self.ids)
+        ]
+        wire = self._wire(tuple(sorted(watches)))
+        return (*(self._begin(i, 0) for i in range(count)), wire, 0, 0)
 
     # --- looking ---------------------------------------------------------------------------------
 
@@ -106,11 +113,12 @@ class World:
             for looks in (self.looks(state, i) for i in range(len(self.names)))
         ):
             return False
-        calls = self.ids.calls
-        return all(
-            calls[line.call].kind == "session" and not line.up and not line.down
-            for line in self.wire(state)
-        )
+        return all(self._idles(state, line) for line in self.wire(state))
+
+    def _idles(self, state: State, line: Line) -> bool:
+        who = self.ids.calls[line.call]
+        waits = line.flags & WAITS and state[self._index[who.server]] < 0
+        return who.kind in ("session", "watch") and not line.down and bool(waits or not line.up)
 
     # --- what can happen -------------------------------------------------------------------------
 
@@ -125,10 +133,11 @@ class World:
                 ("up", line.up, who.server),
                 ("down", line.down, who.client),
             ):
-                waits = line.flags & POSTED and state[self._index[who_hears]] < 0
+                waits = line.flags & (POSTED | WAITS) and state[self._index[who_hears]] < 0
                 if queue and not waits and not self.frozen(state, self._index[who_hears]):
                     found.append((way, line.call))
-                    if not self.scenario.fine and self._only_tells(queue[0]):
+                    tells = who.kind == "watch" or self._only_tells(queue[0])
+                    if tells and not self.scenario.fine:
                         return found[-1:]
         for i in range(len(self.names)):
             if self.runs(state, i):
@@ -186,6 +195,8 @@ class World:
 
     def _call_faults(self, line: Line, kinds: tuple[str, ...]) -> Iterator[Move]:
         who = self.ids.calls[line.call]
+        if line.flags & WAITS and not line.flags & OPENED:
+            return
         if "lose" in kinds and (line.flags & POSTED or not line.flags & GHOST):
             yield ("lose", line.call)
         if "stall" in kinds and not line.flags & STALLED and (line.up or line.down):
@@ -226,14 +237,16 @@ class World:
             return self._with(state, i, self._begin(i, -state[i])), ()
         if kind in ("freeze", "thaw", "hang", "return"):
             bit = 1 << (i + _ENGINES if kind in ("hang", "return") else i)
-            return (*state[:-2], state[-2] ^ bit, state[-1] | 1 << i), ()
+            silent = SILENT if kind in ("freeze", "hang") else 0
+            return (*state[:-2], state[-2] ^ bit, state[-1] | 1 << i | silent), ()
         if kind == "crash":
             wire = self.rules.crashed(wire, self.names[i], move[2])
             crashes = 1 + self.locals.process(state[i]).epoch - FIRST_EPOCH
             gone = self._with(state, i, -crashes, wire)
             return (*gone[:-2], gone[-2] & ~(1 << i | 1 << i + _ENGINES), gone[-1] | 1 << i), ()
         if kind in ("leave", "fail", "drain"):
-            state = (*state[:-1], state[-1] | 1 << i)
+            raised = RAISED if kind == "fail" else 0
+            state = (*state[:-1], state[-1] | 1 << i | raised)
         return self._happen(state, i, (kind,))
 
     def _deliver(self, state: State, call: int, up: bool) -> tuple[State, tuple[Violation, ...]]:
@@ -261,7 +274,7 @@ class World:
             wire = self.rules.corrupted(wire, call)
         else:
             wire = self.rules.stalled(wire, call, kind == "stall")
-        touched = state[-1]
+        touched = state[-1] | (SILENT if kind == "stall" else 0)
         who = self.ids.calls[call]
         for name in (who.client, who.server):
             touched |= 1 << self._index[name]
@@ -308,9 +321,9 @@ class World:
         """What somebody does not know though nothing is on its way."""
         return disagreements(self, state)
 
-    def wrong_at_the_end(self, state: State) -> tuple[list[Move], list[Violation]]:
+    def wrong_at_the_end(self, state: State, faults: int) -> tuple[list[Move], list[Violation]]:
         """Let every fault end and time pass until everything is over: what is wrong then or on the
-        way, and the moves to there."""
+        way, with so many faults before, and the moves to there."""
         path: list[Move] = []
         trail: list[State] = []
         passes = 0
@@ -331,6 +344,7 @@ class World:
                 return path, list(violations)
         if trail and state not in self._good:
             left = self._left_over(state, "everything is returned")
+            left += broken_promises(self, state, faults)
             if left:
                 return path, left
         if self.locals.merges:
