@@ -1,8 +1,7 @@
 """Who is to blame for a failure, and who is left to try instead.
 
 A fault says what happened, and on which leg it was told. That is not always who is at fault: P
-hears of D's failures and D of P's, and each tells them on its own leg. P that has lost D may
-itself be what is lost to D. Where it cannot be known,
+hears of D's failures and D of P's, and each tells them on its own leg. Where it cannot be known,
 both are suspects, and another pair is one in which at least one of them is replaced, both if that
 can be. So it is with a D that P does not reach: it may be P that reaches nobody, and the less such
 a P has to do, the more requests it would be given.
@@ -22,13 +21,10 @@ NOBODY: Blame = frozenset()
 EITHER: Blame = frozenset(Leg)
 
 _OF_PREFILL = frozenset({Reason.PREFILL_LOST, Reason.SENDER_STUCK})
-<<<<<<< Updated upstream
 _OF_DECODE = frozenset({Reason.DECODE_LOST, Reason.NO_BLOCKS})
 _LOSSES = frozenset({Reason.PREFILL_LOST, Reason.DECODE_LOST})
 _GONE = frozenset(code.name for code in Code if TransportFault(code, "").peer_lost)
 """Bare statuses of a leg whose instance is gone; what we have cancelled is heard no more."""
-=======
->>>>>>> Stashed changes
 
 
 def blamed(fault: Fault, request: RoutedRequest) -> Blame:
@@ -40,16 +36,10 @@ def blamed(fault: Fault, request: RoutedRequest) -> Blame:
     if fault.metadata.get(STATUS, Code.UNAVAILABLE.name) not in _GONE:
         return NOBODY
     alone = request.prefill in (PrefillLeg.NONE, PrefillLeg.HANDED_OFF) or request.tokens > 1
-<<<<<<< Updated upstream
     unreached = fault.reason is Reason.DECODE_LOST and fault.metadata[LEG] == Leg.PREFILL.value
     if unreached and not alone:
         return EITHER
     if alone or fault.reason in _OF_DECODE or _is_lack_of_blocks(fault):
-=======
-    if alone or fault.reason is Reason.NO_BLOCKS or _is_lack_of_blocks(fault):
-        return frozenset({Leg.DECODE})
-    if fault.reason is Reason.DECODE_LOST and fault.metadata[LEG] == Leg.DECODE.value:
->>>>>>> Stashed changes
         return frozenset({Leg.DECODE})
     if fault.reason in _OF_PREFILL:
         return frozenset({Leg.PREFILL})

@@ -1,0 +1,53 @@
+"""What a client whose router tries elsewhere is promised, checked once everything is over.
+
+One fault never costs an answer while a pair is there that it has not touched, but where the status
+table says that no other try helps: the time is over, or the engine has raised. And an attempt fails
+by a fault of its own: what is late of an earlier one harms none that follows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from pd_grpc.protocol.faults import Reason
+from pd_grpc.testing.explorer.process import Violation
+
+if TYPE_CHECKING:
+    from pd_grpc.testing.explorer.world import State, World
+
+ELSEWHERE = "one fault costs no answer"
+OWN_FAULT = "each attempt that fails has a fault of its own"
+
+SILENT, RAISED = 1 << 16, 1 << 17
+"""Among those that a fault has touched: somebody was silent for a while, an engine has raised."""
+
+
+def broken_promises(world: World, state: State, faults: int) -> list[Violation]:
+    """What a client of a state in which everything is over was promised, and has not."""
+    return list(_broken(world, state, faults)) if world.scenario.recovery else []
+
+
+def _broken(world: World, state: State, faults: int) -> Iterator[Violation]:
+    touched, scenario = state[-1], world.scenario
+    prefills = range(scenario.prefills)
+    decodes = range(scenario.prefills, scenario.first_client)
+    pair_left = all(any(not touched >> i & 1 for i in role) for role in (prefills, decodes))
+    for i in range(scenario.first_client, len(world.names)):
+        looks = world.looks(state, i)
+        assert looks is not None
+        key, result, *_ = looks.facts
+        if result == "left":
+            continue
+        if key.attempt > faults + 1:
+            text = f"{world.names[i]}: {faults} faults, and it is at attempt {key.attempt}"
+            yield Violation(OWN_FAULT, text)
+        excused = _is_excused(result, touched)
+        if result != "ok" and faults <= 1 and pair_left and not excused:
+            yield Violation(ELSEWHERE, f"{world.names[i]}: {result}, and a pair was left")
+
+
+def _is_excused(result: str, touched: int) -> bool:
+    if result == Reason.STAGE_DEADLINE.name:
+        return bool(touched & SILENT)
+    return result == Reason.ENGINE_ERROR.name and bool(touched & RAISED)
