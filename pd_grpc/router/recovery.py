@@ -20,7 +20,8 @@ The rules:
   with a RetryInfo within that time, everybody may be tried again then: so P tells of a D that it
   lost and has not yet met again.
 * `attempts` of them may fail in a row without bringing the request on. What does is a second token,
-  for the first is P's own; a request that kills whoever decodes it gets no further.
+  for the first is P's own; a request that kills whoever decodes it gets no further. One that was
+  only told when to come again counts for none, for `wait_s` after the first.
 * The retry budget must have a token.
 
 The shell answers `Seek` at once, by `on_pairing`, `on_nowhere`, or by `on_whole` when the tokens
@@ -129,6 +130,7 @@ class RecoveringRequest:
         self._recovery = recovery
         self._tokens_before = 0
         self._without_progress = 0
+        self._patient_until: float | None = None
         self._borrowed = False
         self._failed: Fault | None = None
         self._blame = NOBODY
@@ -217,7 +219,7 @@ class RecoveringRequest:
         fault, wait_s = self._failed, self._recovery.rules.wait_s
         if fault is None or self.waiting:
             return []
-        again_s = fault.retry_after_s if fault.code is Code.UNAVAILABLE else None
+        again_s = _again_s(fault)
         if again_s is not None and again_s < wait_s:
             self.timers.set("again", now + again_s)
         elif not others_out_of_reach or not wait_s:
@@ -276,7 +278,7 @@ class RecoveringRequest:
 
     def _fail(self, fault: Fault, now: float) -> list[Action]:
         rules = self._recovery.rules
-        self._without_progress += 1
+        self._without_progress += not self._patient(fault, now)
         self._borrowed = False
         blame = blamed(fault, self.request)
         allowed = rules.continuation if self._kind is Kind.CONTINUATION else rules.retry
@@ -288,12 +290,20 @@ class RecoveringRequest:
         self.timers.set("budget", self.budget_ends)
         return [Seek(blame)]
 
+    def _patient(self, fault: Fault, now: float) -> bool:
+        """Whether it was only told when to come again, and may be told so still."""
+        if _again_s(fault) is None:
+            return False
+        if self._patient_until is None:
+            self._patient_until = now + self._recovery.rules.wait_s
+        return now < self._patient_until
+
     def _came_on(self) -> None:
         """The request is further than it was: whoever failed it before may have it again."""
-        if not self._without_progress:
+        if not self._without_progress and self._patient_until is None:
             return
         self._pay_back()
-        self._without_progress = 0
+        self._without_progress, self._patient_until = 0, None
         self.suspects.clear()
 
     def _pay_back(self) -> None:
@@ -314,3 +324,8 @@ class RecoveringRequest:
         self._failed = None
         for name in ("budget", "wait", "again"):
             self.timers.cancel(name)
+
+
+def _again_s(fault: Fault) -> float | None:
+    """When an instance that is not to be had now may be asked again, if it is known."""
+    return fault.retry_after_s if fault.code is Code.UNAVAILABLE else None

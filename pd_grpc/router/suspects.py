@@ -85,7 +85,9 @@ class Suspects:
         for leg in Leg:
             self._of[leg] |= failed[leg]
             self._lost[leg] = (self._lost[leg] | self._last_lost[leg]) - failed[leg]
-        self._last_lost = failed if fault.reason in _LOSSES else _nobody()
+        # Who says when to come again is not tried before.
+        lost = fault.reason in _LOSSES and fault.retry_after_s is None
+        self._last_lost = failed if lost else _nobody()
 
     def another_pair(
         self,

@@ -341,6 +341,28 @@ def test_a_time_to_come_again_that_is_noticed_too_late_is_the_last_one() -> None
     assert failure(world.time(9.0)).reason is Reason.DECODE_LOST
 
 
+def test_to_be_told_when_to_come_again_counts_for_no_attempt_for_a_while() -> None:
+    world = World([P1], [D1], RecoveryRules(attempts=2, wait_s=1.0)).start()
+    not_now = Fault(Reason.DECODE_LOST, "not asked again for 0.3 s", retry_after_s=0.3)
+    now = 1.0
+    for attempt in (2, 3, 4, 5):
+        assert CancelDecode(0) in world.prefill_fails(not_now, now)
+        now += 0.3
+        assert begun(world.time(now)) == (attempt, Kind.RETRY, "p1", "d1")
+    world.prefill_fails(not_now, now)
+    assert begun(world.time(now + 0.3))[0] == 6, "the first that counts"
+    assert failure(world.prefill_fails(not_now, now + 0.4)).reason is Reason.DECODE_LOST
+
+
+def test_who_says_when_to_come_again_is_not_tried_before() -> None:
+    world = World([P1, P2], [D1, D2]).start()
+    not_now = Fault(Reason.DECODE_LOST, "not asked again for 0.3 s", retry_after_s=0.3)
+    assert begun(world.prefill_fails(not_now, 1.0)) == (2, Kind.RETRY, "p2", "d2")
+    assert CancelDecode(0) in world.prefill_fails(not_now, 1.1)
+    assert world.request.seeking and world.request.attempt == 2
+    assert begun(world.time(1.41)) == (3, Kind.RETRY, "p1", "d1")
+
+
 def test_a_wait_of_no_time_is_none() -> None:
     rules = RecoveryRules(wait_s=0)
     world = World(decode=[D1], rules=rules, others_out_of_reach=True).start()
