@@ -18,7 +18,8 @@ The rules:
   ready first within that time has it, and that may be the instance to blame itself, as another
   process under the same address. And where the failure is that an instance is not to be had now,
   with a RetryInfo within that time, everybody may be tried again then: so P tells of a D that it
-  lost and has not yet met again.
+  lost and has not yet met again. So it is after `settle_s` where one was lost before another
+  failed.
 * `attempts` of them may fail in a row without bringing the request on. What does is a second token,
   for the first is P's own; a request that kills whoever decodes it gets no further. One that was
   only told when to come again counts for none, for `wait_s` after the first.
@@ -220,6 +221,8 @@ class RecoveringRequest:
         if fault is None or self.waiting:
             return []
         again_s = _again_s(fault)
+        if again_s is None and self.suspects.lost_before(self._blame):
+            again_s = self._times.settle_s
         if again_s is not None and again_s < wait_s:
             self.timers.set("again", now + again_s)
         elif not others_out_of_reach or not wait_s:

@@ -54,9 +54,7 @@ def _is_lack_of_blocks(fault: Fault) -> bool:
 class Suspects:
     """Instances that have failed a request, by their process: one that was restarted is another.
 
-    One that was lost, then another, and that is ready again is tried where there is nobody else:
-    most often one trouble had them both, which is over. `_of` has all of them, `_lost` those of
-    them that were lost, the last time, before whoever failed last.
+    `_of` has all of them, `_lost` those that were lost before whoever failed last.
     """
 
     def __init__(self) -> None:
@@ -85,9 +83,12 @@ class Suspects:
         for leg in Leg:
             self._of[leg] |= failed[leg]
             self._lost[leg] = (self._lost[leg] | self._last_lost[leg]) - failed[leg]
-        # Who says when to come again is not tried before.
-        lost = fault.reason in _LOSSES and fault.retry_after_s is None
-        self._last_lost = failed if lost else _nobody()
+        self._last_lost = failed if fault.reason in _LOSSES else _nobody()
+
+    def lost_before(self, blame: Blame) -> bool:
+        """Whether somebody of those to blame was lost, and then another failed: most often one
+        trouble had them both, or the first is back."""
+        return any(self._lost[leg] for leg in blame)
 
     def another_pair(
         self,
@@ -103,18 +104,13 @@ class Suspects:
         Of a leg that is not to blame for certain, a suspect is better than nobody.
         """
         ready = {Leg.PREFILL: prefill, Leg.DECODE: decode}
-        others = {leg: self._others(leg, ready[leg]) for leg in Leg}
+        others = {leg: [t for t in ready[leg] if t not in self._of[leg]] for leg in Leg}
         if not any(others[leg] for leg in blame):
             return None
         chosen = {leg: others[leg] or ready[leg] for leg in Leg}
         if not chosen[Leg.DECODE] or not (aggregated or chosen[Leg.PREFILL]):
             return None
         return pair(chosen[Leg.PREFILL], chosen[Leg.DECODE], prefill_load, decode_load, aggregated)
-
-    def _others(self, leg: Leg, ready: Sequence[Target]) -> list[Target]:
-        """Who has not failed the request, or who was lost to it and has come back."""
-        never = [target for target in ready if target not in self._of[leg]]
-        return never or [target for target in ready if target in self._lost[leg]]
 
 
 def _nobody() -> dict[Leg, set[Target]]:

@@ -381,14 +381,18 @@ def test_who_failed_a_request_before_has_it_again_where_there_is_nobody_else() -
     world = World([P1], [D1, D2]).start().streaming()
     assert begun(world.decode_fails(LOST, 2.0))[3] == "d2"
     world.tokens(1, 3.0)
-    assert begun(world.decode_fails(LOST, 3.1))[3] == "d1"
+    assert CancelPrefill() in world.decode_fails(LOST, 3.1)
+    world.decode = [D1]
+    assert begun(world.time(3.1 + SETTLE_S))[3] == "d1"
 
 
-def test_who_failed_a_request_last_has_it_not_again() -> None:
+def test_who_was_lost_before_another_failed_is_waited_for_no_longer_than_others() -> None:
     world = World([P1], [D1, D2]).start().streaming()
     assert begun(world.decode_fails(LOST, 2.0))[3] == "d2"
-    world.decode = [D2]
-    assert failure(world.decode_fails(LOST, 3.1)).reason is Reason.DECODE_LOST
+    world.decode_fails(fault(Reason.KV_CORRUPT), 3.1)
+    world.decode = []
+    assert world.time(3.1 + SETTLE_S) == []
+    assert failure(world.time(3.1 + WAIT_S)).reason is Reason.KV_CORRUPT
 
 
 def test_who_failed_a_request_otherwise_than_by_being_lost_has_it_not_again() -> None:
