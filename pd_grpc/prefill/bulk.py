@@ -17,7 +17,7 @@ from pd_grpc.prefill import events as ev
 from pd_grpc.prefill.actions import OpenTransfer
 from pd_grpc.prefill.sender import TransferSender
 from pd_grpc.protocol.clock import Clock
-from pd_grpc.protocol.faults import Fault, Reason, TransportFault, stage_deadline
+from pd_grpc.protocol.faults import Code, Fault, Reason, TransportFault
 from pd_grpc.protocol.layout import KvLayout
 from pd_grpc.protocol.posting import post
 from pd_grpc.protocol.refs import TransferKey
@@ -179,10 +179,12 @@ class _Transfer:
         self._stream: SendStream | None = None
         self._pump: asyncio.Task[None] | None = None
         self._stall: asyncio.TimerHandle | None = None
+        self._streams = 0
         self._leftovers: set[asyncio.Task[None]] = set()
 
     def open(self, action: OpenTransfer, metadata: Metadata) -> None:
         """Begin a stream."""
+        self._streams += 1
         self._sender.opening(self._clock.now())
         self._stream = self._transport.open(
             action.endpoint, action.open, self, action.timeout_s, metadata
@@ -223,6 +225,8 @@ class _Transfer:
         self._more.set()
         if news:
             self._tell(ev.KvAcked(self._key, self._shard, news, self._sender.acked_bytes))
+        elif self._streams > 1:
+            self._tell(ev.TransferReopened(self._key, self._shard))
 
     def acked(self, ranges: Sequence[Slab], accepted_bytes: int) -> None:
         self._sender.acked(ranges, accepted_bytes, self._clock.now())
@@ -278,7 +282,7 @@ class _Transfer:
         if at is None or at > self._clock.now():
             self._watch()
             return
-        self._abandon(stage_deadline("transfer", ": the shard acknowledged nothing"))
+        self._abandon(TransportFault(Code.DEADLINE_EXCEEDED, "the shard acknowledged nothing"))
 
     def _pumped(self, pump: asyncio.Task[None]) -> None:
         """What cannot be read cannot be sent: the shard would wait for it in vain."""
@@ -287,7 +291,7 @@ class _Transfer:
             log.error("sending KV failed", exc_info=error)
             self._abandon(Fault(Reason.ENGINE_ERROR, f"KV could not be sent: {error}"))
 
-    def _abandon(self, fault: Fault) -> None:
+    def _abandon(self, fault: Fault | TransportFault) -> None:
         """End the stream from here."""
         if self._stream is not None:
             closing = self._loop.create_task(self._stream.close())

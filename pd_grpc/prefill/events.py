@@ -86,6 +86,14 @@ class KvAcked:
 
 
 @dataclass(frozen=True)
+class TransferReopened:
+    """A stream that was opened again has reached its shard, which had nothing new to tell."""
+
+    key: TransferKey
+    shard: int
+
+
+@dataclass(frozen=True)
 class TransferCompleted:
     """A shard has everything; the bulk side has dropped the transfer."""
 
@@ -152,7 +160,7 @@ class PauseRequested:
     paused: bool
 
 
-OfBulk = KvAcked | TransferCompleted | TransferBroken | TransferClosed
+OfBulk = KvAcked | TransferReopened | TransferCompleted | TransferBroken | TransferClosed
 """What the bulk side says."""
 
 Event = (
@@ -164,6 +172,7 @@ Event = (
     | StepDone
     | StepFailed
     | KvAcked
+    | TransferReopened
     | TransferCompleted
     | TransferBroken
     | TransferClosed

@@ -3,6 +3,7 @@ D has both."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -10,7 +11,13 @@ from pd_grpc.engine.base import Sampled, Tokenizer
 from pd_grpc.engine.stopping import Finish, StopRule
 from pd_grpc.prefill.actions import CloseTransfer, OpenTransfer, SendFirstToken
 from pd_grpc.prefill.conversations import Conversations, Fail
-from pd_grpc.prefill.decode_faults import as_fault, end_state_fault, our_mistake
+from pd_grpc.prefill.decode_faults import (
+    as_fault,
+    end_state_fault,
+    is_silence,
+    no_answer,
+    our_mistake,
+)
 from pd_grpc.prefill.events import AnyFault, FirstTokenAnswered, KvAcked, TransferBroken
 from pd_grpc.prefill.grants import send_plan
 from pd_grpc.prefill.requests import Requests, Timer
@@ -19,7 +26,7 @@ from pd_grpc.prefill.sessions import backoff_s
 from pd_grpc.prefill.states import PrefillRecord, PrefillState, Stream
 from pd_grpc.prefill.validation import ModelLimits
 from pd_grpc.protocol.config import PrefillConfig
-from pd_grpc.protocol.faults import Fault, Reason, TransportFault, stage_deadline
+from pd_grpc.protocol.faults import Fault, Reason, TransportFault
 from pd_grpc.protocol.messages import seconds
 from pd_grpc.protocol.refs import TransferKey
 from pd_grpc.v1 import decode_pb2, transfer_pb2, types_pb2
@@ -87,14 +94,24 @@ class Handover:
             return
         record.times.kv_acked = now
         record.acked_bytes[event.shard] = event.acked_bytes
-        self._requests.timers.cancel(Timer("kv", record.key))
+        self._progressed(record)
+
+    def reopened(self, key: TransferKey, now: float) -> None:
+        """A stream that had broken has reached its shard again, and may go on: it has the rest of
+        the time that a shard may be silent."""
+        record = self._requests.in_flight.get(key)
+        if record is None or record.shard_silent_since is None:
+            self._requests.late_events += 1
+            return
+        until = record.shard_silent_since + self._kv_progress_s(record)
+        self._requests.timers.set(Timer("kv", record.key), until)
 
     def completed(self, key: TransferKey, shard: int, now: float) -> None:
         """A shard has everything."""
         record = self._ended(key, shard, Stream.COMPLETED)
         if record is not None:
             record.times.kv_acked = now
-            self._requests.timers.cancel(Timer("kv", record.key))
+            self._progressed(record)
             self._try_hand_off(record, now)
 
     def closed(self, key: TransferKey, shard: int) -> None:
@@ -102,13 +119,18 @@ class Handover:
         self._ended(key, shard, Stream.CLOSED)
 
     def broken(self, event: TransferBroken, now: float) -> None:
-        """A stream has ended too early. D's own word is final; without one it is opened again."""
+        """A stream has ended too early. D's own word is final; without one it is opened again,
+        until D's grace is over: a session whose connection is lost has no longer either."""
         record = self._requests.get(event.key)
         if record is None or record.streams.get(event.shard) is not Stream.OPEN:
             self._requests.late_events += 1
             return
         record.streams[event.shard] = Stream.BROKEN
+        assert record.grant is not None
         fault = event.fault
+        if is_silence(fault) and record.left(now) > 0:
+            # The stream's own time is over and not the request's: another D may take its KV.
+            fault = no_answer(record.grant.endpoint, "transfer")
         # A session that was replaced meanwhile is as good as a connection that was.
         again = fault.reason is Reason.NO_SESSION if isinstance(fault, Fault) else fault.peer_lost
         if not again:
@@ -116,10 +138,12 @@ class Handover:
             return
         lost = isinstance(fault, TransportFault)
         record.shard_lost = _of_transfer(fault, record) if lost else None
-        timers = self._requests.timers
+        timers, kv = self._requests.timers, Timer("kv", record.key)
         timers.set(Timer("reopen", record.key, event.shard), now + self._config.reconnect_min_s)
-        if timers.at(Timer("kv", record.key)) is None:
-            timers.set(Timer("kv", record.key), now + self._kv_progress_s(record))
+        if record.shard_silent_since is None:
+            record.shard_silent_since = now
+        until = min(now + self._grace_s(record), timers.at(kv) or math.inf)
+        timers.set(kv, min(until, record.shard_silent_since + self._kv_progress_s(record)))
 
     def reopen(self, key: TransferKey, shard: int, now: float) -> None:
         """The back-off of a broken stream is over. Without a session it waits for the next one."""
@@ -130,11 +154,16 @@ class Handover:
             self._open(record, shard, now)
 
     def no_progress(self, key: TransferKey, now: float) -> None:
-        """A broken stream has not come back in time."""
+        """A broken stream has not come back in time. While there is no session either, its grace
+        decides."""
         record = self._requests.in_flight.get(key)
-        if record is not None:
-            fault = record.shard_lost or stage_deadline("transfer")
-            self._fail(record, fault, now, True)
+        if record is None or record.grant is None:
+            return
+        if self._reachable(record):
+            silent = no_answer(record.grant.endpoint, "transfer")
+            self._fail(record, record.shard_lost or silent, now, True)
+        else:
+            self._requests.timers.set(Timer("kv", key), now + self._grace_s(record))
 
     def session_up(self, record: PrefillRecord, now: float) -> None:
         """D can be reached again: go on with what waited for that."""
@@ -300,6 +329,16 @@ class Handover:
         sampling = replace(record.sampling, max_tokens=min(record.sampling.max_tokens, room))
         generated = record.request.generated_token_ids
         return StopRule(sampling, self._limits.eos_token_ids, self._tokenizer, generated)
+
+    def _progressed(self, record: PrefillRecord) -> None:
+        record.shard_silent_since = None
+        self._requests.timers.cancel(Timer("kv", record.key))
+
+    def _grace_s(self, record: PrefillRecord) -> float:
+        """D's grace, or what one more try takes."""
+        assert record.grant is not None
+        grace_s = seconds(self._conversations[record.grant.endpoint].welcome.grace)
+        return max(grace_s, self._config.reconnect_max_s)
 
     def _kv_progress_s(self, record: PrefillRecord) -> float:
         assert record.grant is not None

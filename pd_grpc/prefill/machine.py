@@ -147,6 +147,8 @@ class PrefillMachine:
             self.compute.failed(event.step, event.message, now)
         elif isinstance(event, ev.KvAcked):
             self.handover.acked(event, now)
+        elif isinstance(event, ev.TransferReopened):
+            self.handover.reopened(event.key, now)
         elif isinstance(event, ev.TransferCompleted):
             self.handover.completed(event.key, event.shard, now)
         elif isinstance(event, ev.TransferBroken):

@@ -146,6 +146,8 @@ class PrefillRecord:
     """By shard."""
     shard_lost: Fault | None = None
     """What it fails with if the stream that broke last does not come back: its connection's end."""
+    shard_silent_since: float | None = None
+    """When the first stream broke after which no shard has acknowledged anything."""
     first_token: Sampled | None = None
     finish: Finish | None = None
     first_token_tries: int = 0

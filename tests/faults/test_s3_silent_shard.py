@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 
-from pd_grpc.protocol.faults import Fault
+from pd_grpc.protocol.faults import Fault, Reason
 from tests.prefill.cluster import answer_to, request_to, running
 from tests.waiting import until
 
@@ -29,6 +29,7 @@ async def test_a_shard_that_never_answers_fails_its_transfer_and_no_other() -> N
                 assert prefill.fault is None and generate.tokens == answer_to(request)
             outcome = await asyncio.wait_for(lost, 10)
             assert isinstance(outcome.fault, Fault), outcome.fault
+            assert outcome.fault.reason is Reason.DECODE_LOST, "another D may take it"
             again = request_to(free, random_seed=9)
             assert (await cluster.run(p, free, again))[1].tokens == answer_to(again)
         finally:

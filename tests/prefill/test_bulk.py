@@ -15,7 +15,7 @@ from pd_grpc.prefill.actions import OpenTransfer
 from pd_grpc.prefill.bulk import BulkSender
 from pd_grpc.protocol import rpc
 from pd_grpc.protocol.clock import SystemClock
-from pd_grpc.protocol.faults import Fault, Reason, TransportFault
+from pd_grpc.protocol.faults import Code, Fault, Reason, TransportFault
 from pd_grpc.protocol.refs import TransferKey
 from pd_grpc.transport.base import LayerRun, SendPlan
 from pd_grpc.transport.inline_sender import InlineTransport
@@ -151,15 +151,27 @@ async def test_a_stream_opened_again_sends_only_what_the_shard_lacks(bench: Benc
     assert sorted(names) == [(layer, block) for layer in range(2) for block in range(BLOCKS)]
 
 
+async def test_a_stream_opened_again_tells_that_its_shard_is_there(bench: Bench) -> None:
+    bench.shard.break_after = 0
+    bench.open()
+    await until(lambda: bench.shard.streams == 1, 5)
+    bench.compute()
+    await bench.heard(ev.TransferBroken)
+    assert bench.events == [each for each in bench.events if isinstance(each, ev.TransferBroken)]
+    bench.open()
+    await bench.heard(ev.TransferCompleted)
+    assert isinstance(bench.events[1], ev.TransferReopened), "before it has acknowledged anything"
+
+
 async def test_a_shard_that_acknowledges_nothing_is_given_up(bench: Bench) -> None:
     """S3"""
     bench.shard.acknowledges = False
     bench.open(progress_s=0.2)
     bench.compute()
     broken = await bench.heard(ev.TransferBroken)
-    assert isinstance(broken, ev.TransferBroken) and isinstance(broken.fault, Fault)
-    assert broken.fault.reason is Reason.STAGE_DEADLINE
-    assert broken.fault.metadata["stage"] == "transfer"
+    assert isinstance(broken, ev.TransferBroken)
+    assert broken.fault.code is Code.DEADLINE_EXCEEDED, "which is silence, and no word of D's"
+    assert isinstance(broken.fault, TransportFault)
 
 
 async def test_a_shard_that_is_owed_nothing_may_be_silent(bench: Bench) -> None:

@@ -116,30 +116,65 @@ def test_a_broken_stream_waits_for_a_broken_session(world: World) -> None:
     assert again.open.session_id == "d1-s2"
 
 
-def test_a_stream_that_keeps_breaking_fails_after_kv_progress(world: World) -> None:
+GRACE_S, KV_PROGRESS_S = 1.0, 10.0
+
+
+@pytest.mark.parametrize("why", [GONE, Fault(Reason.NO_SESSION, "superseded")])
+def test_a_shard_that_is_not_reached_again_fails_after_grace(
+    world: World, why: Fault | TransportFault
+) -> None:
     call = world.bring_to(PrefillState.SENDING)
     world.answer_first_token()
-    for _ in range(20):
-        if world.state().terminal:
-            break
-        world.feed(ev.TransferBroken(T1, 0, GONE))
-        world.say(heartbeat_ack=decode_pb2.HeartbeatAck())
-        world.advance(1.0)
+    since = world.now
+    while not world.state().terminal:
+        assert world.now < since + 2 * GRACE_S
+        world.feed(ev.TransferBroken(T1, 0, why))
+        world.advance(0.1)
+    assert since + GRACE_S <= world.now
     assert world.fault(call).reason is Reason.DECODE_LOST, "another D may do"
     assert world.releases() == [(D1, Reason.DECODE_LOST)]
 
 
-def test_a_stream_without_a_session_fails_after_kv_progress(world: World) -> None:
+def test_a_shard_that_is_reached_again_has_time_to_go_on(world: World) -> None:
+    world.bring_to(PrefillState.SENDING)
+    world.feed(ev.TransferBroken(T1, 0, GONE))
+    world.advance(0.1)
+    world.feed(ev.TransferReopened(T1, 0))
+    world.advance(5 * GRACE_S)
+    assert world.state() is PrefillState.SENDING
+    world.complete()
+    world.answer_first_token()
+    assert world.state() is PrefillState.HANDED_OFF
+
+
+def test_a_stream_that_is_opened_and_breaks_again_and_again_fails_after_kv_progress(
+    world: World,
+) -> None:
     call = world.bring_to(PrefillState.SENDING)
     world.answer_first_token()
-    for _ in range(20):
-        if world.state().terminal:
-            break
-        world.feed(ev.TransferBroken(T1, 0, Fault(Reason.NO_SESSION, "superseded")))
+    since = world.now
+    while not world.state().terminal:
+        assert world.now < since + 2 * KV_PROGRESS_S
+        world.feed(ev.TransferBroken(T1, 0, GONE))
+        world.advance(0.1)
+        world.feed(ev.TransferReopened(T1, 0))
         world.say(heartbeat_ack=decode_pb2.HeartbeatAck())
-        world.advance(1.0)
-    fault = world.fault(call)
-    assert (fault.reason, fault.metadata["stage"]) == (Reason.STAGE_DEADLINE, "transfer")
+        world.advance(0.5)
+    assert since + KV_PROGRESS_S <= world.now
+    assert world.fault(call).reason is Reason.DECODE_LOST
+
+
+def test_a_stream_that_waits_for_a_session_is_not_given_up_before_that_is(world: World) -> None:
+    world.bring_to(PrefillState.SENDING)
+    world.feed(ev.TransferBroken(T1, 0, GONE))
+    world.advance(0.7 * GRACE_S)
+    world.break_session()
+    world.advance(0.7 * GRACE_S)
+    assert world.state() is PrefillState.SENDING
+    world.connect()
+    world.complete()
+    world.answer_first_token()
+    assert world.state() is PrefillState.HANDED_OFF
 
 
 @pytest.mark.parametrize(
@@ -149,7 +184,7 @@ def test_a_stream_without_a_session_fails_after_kv_progress(world: World) -> Non
         (Fault(Reason.LEASE_EXPIRED, "over"), Reason.LEASE_EXPIRED),
         (Fault(Reason.BAD_REQUEST, "block 9 of 3"), Reason.WRONG_STATE),
         (Fault(Reason.STAGE_DEADLINE, "no ack", {"stage": "transfer"}), Reason.STAGE_DEADLINE),
-        (TransportFault(Code.DEADLINE_EXCEEDED, "late"), Reason.STAGE_DEADLINE),
+        (TransportFault(Code.DEADLINE_EXCEEDED, "silent"), Reason.DECODE_LOST),
     ],
 )
 def test_a_final_word_on_the_stream_fails_the_request(

@@ -176,6 +176,7 @@ def test_the_patience_with_a_shard_is_what_d_says() -> None:
     for _ in range(4):
         world.say(heartbeat_ack=decode_pb2.HeartbeatAck())
         assert not world.state().terminal
+        world.feed(ev.TransferReopened(T1, 0))
         world.advance(0.8)
         if not world.state().terminal:
             world.feed(ev.TransferBroken(T1, 0, GONE))
