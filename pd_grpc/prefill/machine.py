@@ -44,6 +44,7 @@ class PrefillMachine:
         self.requests = Requests(config)
         self.draining = False
         self._drained = False
+        self._drain_over = False
         self._config = config
         self._limits = limits
         self.placement = Placement(
@@ -193,7 +194,8 @@ class PrefillMachine:
         while self.placement.pump(now) or self.compute.pump(now):
             pass
         self.handover.watch.look(now)
-        if self.draining and not self._drained and not self.requests.in_flight:
+        told = self._drain_over or not self.placement.releases.reconnecting()
+        if self.draining and not self._drained and told and not self.requests.in_flight:
             self._drained = True
             self.requests.timers.cancel(_DRAIN)
             self.requests.do(Drained())
@@ -323,6 +325,7 @@ class PrefillMachine:
             self.requests.timers.set(_DRAIN, at if earlier is None else min(at, earlier))
 
     def _end_drain(self, now: float) -> None:
+        self._drain_over = True
         name = self.instance.name
         fault = Fault(Reason.DRAINING, f"prefill instance {name} did not finish it while draining")
         for record in list(self.requests.in_flight.values()):

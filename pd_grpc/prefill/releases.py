@@ -128,6 +128,12 @@ class Releases:
                 release.session_id = session.session_id
                 self._call(owed, release)
 
+    def reconnecting(self) -> bool:
+        """Whether a D that has yet to hear of a release may be back in a moment."""
+        sessions = (self._conversations.get(owed.endpoint) for owed in self._owed)
+        soon = (Phase.CONNECTING, Phase.WAITING)
+        return any(session is not None and session.phase in soon for session in sessions)
+
     def tick(self, now: float) -> None:
         """Do what is due."""
         for owed in self._over.pop_due(now):

@@ -159,6 +159,27 @@ def test_a_draining_p_finishes_what_it_has_and_takes_nothing_new(world: World) -
     assert len(world.taken(act.Drained)) == 1
 
 
+def test_a_draining_p_stays_until_a_d_that_may_be_back_has_heard_of_an_end(world: World) -> None:
+    call = world.bring_to(PrefillState.SENDING)
+    world.feed(ev.DrainRequested(30))
+    world.break_session()
+    world.feed(ev.PrefillCallEnded(call))
+    assert world.taken(act.Drained) == []
+    world.advance(0.05)  # the back-off
+    world.connect()
+    assert world.releases() == [(D1, Reason.CLIENT_GONE)]
+    assert len(world.taken(act.Drained)) == 1
+
+
+def test_a_draining_p_leaves_when_a_d_has_not_come_back_in_time(world: World) -> None:
+    call = world.bring_to(PrefillState.SENDING)
+    world.feed(ev.DrainRequested(30))
+    world.break_session()
+    world.feed(ev.PrefillCallEnded(call))
+    world.advance(1)  # D's grace
+    assert len(world.taken(act.Drained)) == 1
+
+
 def test_what_is_not_finished_when_the_drain_is_over_fails(world: World) -> None:
     call = world.bring_to(PrefillState.ALLOCATING)
     world.feed(ev.DrainRequested(2))

@@ -19,8 +19,9 @@ if TYPE_CHECKING:
 ELSEWHERE = "one fault costs no answer"
 OWN_FAULT = "each attempt that fails has a fault of its own"
 
-SILENT, RAISED = 1 << 16, 1 << 17
-"""Among those that a fault has touched: somebody was silent for a while, an engine has raised."""
+SILENT, RAISED, LASTING = 1 << 16, 1 << 17, 1 << 18
+"""Among those that a fault has touched: somebody was silent for a while, an engine has raised, and
+a silence was one that several attempts may meet."""
 
 
 def broken_promises(world: World, state: State, faults: int) -> list[Violation]:
@@ -39,7 +40,7 @@ def _broken(world: World, state: State, faults: int) -> Iterator[Violation]:
         key, result, *_ = looks.facts
         if result == "left":
             continue
-        if key.attempt > faults + 1:
+        if key.attempt > faults + 1 and not touched & LASTING:
             text = f"{world.names[i]}: {faults} faults, and it is at attempt {key.attempt}"
             yield Violation(OWN_FAULT, text)
         excused = _is_excused(result, touched)

@@ -62,7 +62,7 @@ class PrefillProcess(SendingProcess):
             steps.append("expire")
         if self.run is not None:
             steps.append("step")
-        steps += self._posted() + ["goodbye"] * self.drained
+        steps += self._posted() + ["goodbye"] * self._may_leave()
         idle = not (steps or requests.in_flight or requests._lingering or self.sendings)
         settled = idle and not len(machine.placement.releases)
         wake_s = self._wake_s(machine.next_wake(), *self._deadlines())
@@ -107,6 +107,11 @@ class PrefillProcess(SendingProcess):
             (server_of(o.endpoint), o.key) for o in self.machine.placement.releases._owed
         )
         return tuple(flying), owed, self.epoch, frozenset(self.calls)
+
+    def _may_leave(self) -> bool:
+        """Whether it has drained, and no step or call is under way."""
+        under_way = self.run is not None or bool(self.first_tokens or self.releases)
+        return self.drained and not under_way
 
     def _serves(self) -> bool:
         return not self.machine.draining and self.machine.stuck is None

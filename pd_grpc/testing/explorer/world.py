@@ -11,7 +11,7 @@ from functools import partial
 from typing import Any, TypeAlias
 
 from pd_grpc.testing.explorer.agreement import disagreements
-from pd_grpc.testing.explorer.answers import RAISED, SILENT, broken_promises
+from pd_grpc.testing.explorer.answers import LASTING, RAISED, SILENT, broken_promises
 from pd_grpc.testing.explorer.cast import cast_of, watches_of
 from pd_grpc.testing.explorer.locals import Locals
 from pd_grpc.testing.explorer.process import Input, Looks, Process, Violation
@@ -237,7 +237,7 @@ class World:
             return self._with(state, i, self._begin(i, -state[i])), ()
         if kind in ("freeze", "thaw", "hang", "return"):
             bit = 1 << (i + _ENGINES if kind in ("hang", "return") else i)
-            silent = SILENT if kind in ("freeze", "hang") else 0
+            silent = SILENT | LASTING if kind in ("freeze", "hang") else 0
             return (*state[:-2], state[-2] ^ bit, state[-1] | 1 << i | silent), ()
         if kind == "crash":
             wire = self.rules.crashed(wire, self.names[i], move[2])
@@ -274,8 +274,10 @@ class World:
             wire = self.rules.corrupted(wire, call)
         else:
             wire = self.rules.stalled(wire, call, kind == "stall")
-        touched = state[-1] | (SILENT if kind == "stall" else 0)
+        touched = state[-1]
         who = self.ids.calls[call]
+        if kind == "stall":
+            touched |= SILENT | LASTING if who.kind == "session" else SILENT
         for name in (who.client, who.server):
             touched |= 1 << self._index[name]
         return (*state[:-3], self._wire(wire), state[-2], touched)
