@@ -16,6 +16,7 @@ from pd_grpc.prefill import actions as act
 from pd_grpc.prefill import events as ev
 from pd_grpc.protocol import interception, rpc
 from pd_grpc.protocol.config import PrefillConfig
+from pd_grpc.protocol.faults import Code, Fault, TransportFault
 from pd_grpc.protocol.interception import Interceptors
 from pd_grpc.protocol.posting import post
 from pd_grpc.protocol.refs import TransferKey
@@ -140,9 +141,13 @@ class DecodePeer:
         """Ask for blocks: a future, whose callback comes on a thread of grpc's."""
         connection = self._connect(asked.link)
         stub = decode_pb2_grpc.DecodeServiceStub(connection.channel)
-        future = stub.Allocate.future(
-            asked.request, timeout=asked.timeout_s, metadata=tuple(metadata)
-        )
+        try:
+            future = stub.Allocate.future(
+                asked.request, timeout=asked.timeout_s, metadata=tuple(metadata)
+            )
+        except Exception as error:  # noqa: BLE001 - an embedder's code may raise anything
+            self._feed(ev.AllocateAnswered(asked, None, _failure(error)))
+            return
         connection.in_flight += 1
         self._allocates[asked.key, asked.ask] = future
 
@@ -203,20 +208,21 @@ class DecodePeer:
             connection.channel.close()
         self._allocates.pop((asked.key, asked.ask), None)
         try:
-            self._feed(ev.AllocateAnswered(asked, ended.result(), None))
+            answer = ended.result()
         except grpc.FutureCancelledError:
             return
-        except grpc.RpcError as error:
-            self._feed(ev.AllocateAnswered(asked, None, rpc.read_error(error)))
+        except Exception as error:  # noqa: BLE001 - as above
+            self._feed(ev.AllocateAnswered(asked, None, _failure(error)))
+        else:
+            self._feed(ev.AllocateAnswered(asked, answer, None))
 
     async def _send_first_token(self, sent: act.SendFirstToken, metadata: Metadata) -> None:
         try:
             answer = await self._stub.SendFirstToken(
                 sent.request, timeout=sent.timeout_s, metadata=tuple(metadata)
             )
-        except grpc.aio.AioRpcError as error:
-            fault = rpc.read_error(error)
-            self._feed(ev.FirstTokenAnswered(sent.key, sent.attempt, None, fault))
+        except Exception as error:  # noqa: BLE001 - as above
+            self._feed(ev.FirstTokenAnswered(sent.key, sent.attempt, None, _failure(error)))
         else:
             self._feed(ev.FirstTokenAnswered(sent.key, sent.attempt, answer.state, None))
 
@@ -224,8 +230,8 @@ class DecodePeer:
         fault = None
         try:
             await self._stub.Release(sent.request, timeout=sent.timeout_s)
-        except grpc.aio.AioRpcError as error:
-            fault = rpc.read_error(error)
+        except Exception as error:  # noqa: BLE001 - as above
+            fault = _failure(error)
             extra = {"transfer_id": sent.key.transfer_id}
             log.info("%s was not released on %s: %s", sent.key, self._endpoint, fault, extra=extra)
         self._feed(ev.ReleaseAnswered(sent, fault))
@@ -234,6 +240,15 @@ class DecodePeer:
         task = self._loop.create_task(work)
         self._calls.add(task)
         task.add_done_callback(self._calls.discard)
+
+
+def _failure(error: Exception) -> Fault | TransportFault:
+    """Of a call that was not answered. What interceptors raise while it is made is a failure of its
+    request alone."""
+    if isinstance(error, grpc.RpcError):
+        return rpc.read_error(error)
+    log.error("a call to D could not be made", exc_info=error)
+    return TransportFault(Code.INTERNAL, f"the call could not be made: {error!r}")
 
 
 PeerFactory = Callable[[str, PrefillConfig, Feed], DecodePeer]

@@ -19,6 +19,7 @@ from pd_grpc.prefill.server import PrefillServer, start_prefill
 from pd_grpc.protocol import interception, rpc
 from pd_grpc.protocol.config import DecodeConfig, EngineConfig, PrefillConfig
 from pd_grpc.protocol.faults import Fault, TransportFault
+from pd_grpc.protocol.interception import Interceptors
 from pd_grpc.protocol.messages import sampling_from_proto
 from pd_grpc.protocol.refs import mint_id
 from pd_grpc.testing.faults import Injector
@@ -100,6 +101,7 @@ class Cluster:
         provider: TracerProvider | None = None,
         engine: type[SimEngine] = SimEngine,
         faults: Injector | None = None,
+        interceptors: Interceptors = interception.NONE,
         **settings: object,
     ) -> PrefillServer:
         config = PrefillConfig.model_validate({**SMALL, **settings})
@@ -107,7 +109,7 @@ class Cluster:
             config,
             engine(config),
             tracer_provider=provider,
-            interceptors=interception.NONE if faults is None else injected(faults),
+            interceptors=interceptors if faults is None else injected(faults),
         )
         self.prefills.append(server)
         self.pools.append(server.pool)
