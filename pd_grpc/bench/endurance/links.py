@@ -7,10 +7,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 from collections.abc import Callable
 from typing import Any
-
-import psutil
 
 from pd_grpc.bench.endurance.frames import FrameSpoiler
 
@@ -21,19 +20,44 @@ Owner = Callable[[int], str]
 that is known."""
 
 
+_SOCKETS = ("/proc/net/tcp", "/proc/net/tcp6")
+"""Of both families: gRPC reaches an IPv4 address through an IPv6 socket."""
+
+
 def owner_among(pids: Callable[[], dict[str, int]]) -> Owner:
-    """Looks the port up in what the system knows of these processes."""
+    """Looks the port up in what the system knows of these processes, from any thread."""
 
     def find(port: int) -> str:
+        wanted = _sockets_of(port)
         for name, pid in pids().items():
-            with contextlib.suppress(psutil.Error):
-                # Of both families: gRPC reaches an IPv4 address through an IPv6 socket.
-                connections = psutil.Process(pid).net_connections(kind="tcp")
-                if any(connection.laddr.port == port for connection in connections):
+            # A process may end meanwhile, and so may any of its descriptors.
+            with contextlib.suppress(OSError):
+                held = os.listdir(f"/proc/{pid}/fd")
+                if any(_is_one_of(wanted, f"/proc/{pid}/fd/{each}") for each in held):
                     return name
         return ""
 
     return find
+
+
+def _sockets_of(port: int) -> set[str]:
+    """The sockets whose near end has this port, as links to them read."""
+    ends = f":{port:04X}".encode()
+    found = set()
+    for table in _SOCKETS:
+        with contextlib.suppress(FileNotFoundError), open(table, "rb") as lines:
+            # `sl local_address rem_address st ...`, the tenth is the inode; see proc(5).
+            for line in (line for line in lines if ends in line):
+                fields = line.split()
+                if fields[1].endswith(ends):
+                    found.add(f"socket:[{int(fields[9])}]")
+    return found
+
+
+def _is_one_of(sockets: set[str], descriptor: str) -> bool:
+    with contextlib.suppress(FileNotFoundError):
+        return os.readlink(descriptor) in sockets
+    return False
 
 
 class _Connection:
@@ -117,7 +141,9 @@ class Link:
         task = asyncio.current_task()
         assert task is not None
         self._tasks.add(task)
-        connection = _Connection(self._owner(writer.get_extra_info("peername")[1]))
+        # Where many connect at once, what goes through the others must not wait.
+        client = await asyncio.to_thread(self._owner, writer.get_extra_info("peername")[1])
+        connection = _Connection(client)
         connection.writers.append(writer)
         if connection.client in self._cut:
             connection.passing.clear()
