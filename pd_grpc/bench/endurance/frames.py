@@ -1,8 +1,9 @@
 """Spoiling KV on the wire: one bit of a chunk's payload, in an HTTP/2 stream that stays whole.
 
 A bit flipped just anywhere ends the connection, for HTTP/2 notices a broken frame. So the frames
-are followed, and in one that begins a large gRPC message the last byte of that message is changed:
-of a KV chunk it is payload, which comes last.
+are followed, and of one that begins a large gRPC message the last byte is changed that belongs to
+that message, though the message may go on in the next frame: of a KV chunk it is payload, which
+comes after all else.
 """
 
 from __future__ import annotations
