@@ -1,8 +1,14 @@
 """Choosing the next token from a row of logits.
 
 A token is a pure function of the logits, the request's seed and the position it will stand at: the
-one random number it needs is a hash of seed and position, so neither the batch around a request nor
-the process it runs in can change it. Everything is computed in float64.
+random numbers it needs are a hash of seed, position and token id, so neither the batch around a
+request nor the process it runs in can change it. Everything is computed in float64.
+
+The logits of one prefix differ in their last bits, with the batch they were computed in and with
+whether the prefix was decoded or prefilled. So each token has a random number of its own, and the
+best of them all is taken: another one is only where the two best are as close as those bits. To
+look up one number in the cumulative probabilities would not do, for every token's share is moved by
+what changes before it, and of a large vocabulary most shares are as small as that.
 """
 
 from __future__ import annotations
@@ -42,18 +48,26 @@ def sample(logits: Logits, spec: SampleSpec, eos_token_ids: Collection[int]) -> 
         token_id = int(allowed.argmax())
     else:
         token_ids, weights = candidates(allowed, sampling)
-        token_id = _draw(token_ids, weights, uniform(sampling.seed, spec.position))
+        token_id = _draw(token_ids, weights, uniforms(sampling.seed, spec.position, token_ids))
     if sampling.logprobs is None:
         return Sampled(token_id)
     return _with_logprobs(token_id, logits, sampling.logprobs)
 
 
-def uniform(seed: int, position: int) -> float:
-    """A number in [0, 1) with 53 random bits: BLAKE2b over seed and position, both as
-    little-endian uint64."""
+def uniforms(seed: int, position: int, token_ids: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
+    """For each token a number in (0, 1) with 53 random bits: number `id` (from 0) of the SplitMix64
+    sequence that begins at BLAKE2b over seed and position, both as little-endian uint64. SplitMix64
+    is that of Steele, Lea and Flood, "Fast splittable pseudorandom number generators", 2014."""
     message = seed.to_bytes(8, "little") + position.to_bytes(8, "little")
     digest = hashlib.blake2b(message, digest_size=8, person=b"pd-grpc token").digest()
-    return (int.from_bytes(digest, "little") >> 11) * 2.0**-53
+    start = np.frombuffer(digest, dtype="<u8").astype(np.uint64)
+    # Of arrays, the arithmetic of uint64 wraps around as it is meant to.
+    z = start + (token_ids.astype(np.uint64) + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
+    z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    z = z ^ (z >> np.uint64(31))
+    numbers: npt.NDArray[np.float64] = (z >> np.uint64(11)).astype(np.float64)
+    return (numbers + 0.5) * 2.0**-53
 
 
 def candidates(
@@ -97,12 +111,15 @@ def _largest(weights: npt.NDArray[np.float64], count: int) -> npt.NDArray[np.int
     return np.sort(np.concatenate([above, equal]))
 
 
-def _draw(token_ids: npt.NDArray[np.int64], weights: npt.NDArray[np.float64], u: float) -> int:
-    cumulative = np.cumsum(weights)
-    at = int(np.searchsorted(cumulative, u * cumulative[-1], side="right"))
-    # u * total can round up to the total itself; the last token with any weight is meant then.
-    last = int(np.flatnonzero(weights)[-1])
-    return int(token_ids[min(at, last)])
+def _draw(
+    token_ids: npt.NDArray[np.int64],
+    weights: npt.NDArray[np.float64],
+    chances: npt.NDArray[np.float64],
+) -> int:
+    """The token whose exponential clock, of a rate that is its weight, goes off first."""
+    with np.errstate(divide="ignore"):
+        waits = -np.log(chances) / weights
+    return int(token_ids[waits.argmin()])
 
 
 def _without(logits: Logits, token_ids: Collection[int]) -> Logits:

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pd_grpc.engine.base import SampleSpec
-from pd_grpc.engine.sampler import Logits, NotSampleable, candidates, sample, uniform
+from pd_grpc.engine.sampler import Logits, NotSampleable, candidates, sample, uniforms
 from pd_grpc.protocol.sampling import Sampling
 
 EOS = frozenset({0})
@@ -125,8 +125,32 @@ def test_another_seed_or_position_gives_other_tokens() -> None:
     assert len(tokens) > 90
 
 
-def test_the_random_number_is_the_same_on_every_machine() -> None:
-    assert [uniform(0, 0), uniform(2**64 - 1, 2**31)] == [0.7500434703040857, 0.27616261138821474]
+def test_the_random_numbers_are_the_same_on_every_machine() -> None:
+    ids = np.array([0, 1, 49151])
+    assert uniforms(0, 0, ids).tolist() == [
+        0.14499364537359166,
+        0.013675265639138068,
+        0.8062793710007858,
+    ]
+    assert uniforms(2**64 - 1, 2**31, ids).tolist() == [
+        0.26187097133613174,
+        0.6069408847829247,
+        0.13638716280001922,
+    ]
+
+
+def test_a_token_has_its_number_whoever_else_may_be_drawn() -> None:
+    some = np.array([3, 70, 4000])
+    assert uniforms(5, 9, some).tolist() == uniforms(5, 9, np.arange(5000))[some].tolist()
+
+
+def test_the_last_bits_of_the_logits_change_no_token() -> None:
+    """They are others in another batch; a vocabulary of today's size has many unlikely tokens."""
+    error = np.random.default_rng(0).normal(size=49152).astype(np.float32) * np.float32(1e-4)
+    for i in range(60):
+        row = random_logits(i, vocab=49152)
+        at = spec(position=i, seed=7, temperature=0.7)
+        assert sample(row, at, EOS) == sample(row + error, at, EOS), i
 
 
 def test_greedy_takes_the_likeliest_token_and_the_lowest_id_among_equals() -> None:
