@@ -21,6 +21,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from pd_grpc.protocol.sampling import Sampling
 from pd_grpc.v1 import inference_pb2_grpc
+from tests.router.test_end_to_end import until_nothing_is_held
 from tests.system.asking import request
 
 SIM = ("--engine", "sim")
@@ -88,6 +89,7 @@ async def test_some_cancels_leave_nothing_to_speak_of() -> None:
     """F54: the short form; a stream that were kept would cost many KiB."""
     with serving("decode", *D) as (endpoint, process):
         assert await _growth_kib(endpoint, process, 900) < 2.0
+        await asyncio.wait_for(until_nothing_is_held(endpoint), END_S)
 
 
 @pytest.mark.soak
@@ -101,3 +103,4 @@ async def test_thirty_thousand_cancels_leave_less_than_half_a_kib_each(role: str
             front = ("--aggregated", "--decode", decode)
             endpoint, process = stack.enter_context(serving("router", *SIM, *front))
         assert await _growth_kib(endpoint, process, 30_000) < 0.5
+        await asyncio.wait_for(until_nothing_is_held(decode), END_S)

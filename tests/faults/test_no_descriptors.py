@@ -103,7 +103,8 @@ async def test_a_decode_without_descriptors_serves_whom_it_knows_and_then_everyb
                 check(await ask(known).collect())
                 await takes_no_stranger(endpoint)
         await takes_strangers(endpoint)
-        await asyncio.wait_for(until_nothing_is_held(endpoint), 5)
+        for name in ("prefill-0", "decode-0", "decode-1"):
+            await asyncio.wait_for(until_nothing_is_held(endpoints[name]), 5)
 
 
 async def test_a_prefill_without_descriptors_turns_to_the_decode_it_knows_and_then_to_any() -> None:
