@@ -320,7 +320,7 @@ class RoutedRequest:
         for timer in self.timers.pop_due(now):
             if self.ended:
                 break
-            if timer == "budget":
+            if timer == "budget" and not self._answer_complete:
                 actions += self._fail(stage_deadline(self.stage))
             else:
                 actions += self._settled()

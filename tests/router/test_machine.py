@@ -379,6 +379,12 @@ def test_a_legs_own_deadline_counts_as_the_stage_it_was_in() -> None:
     assert (told.reason, told.metadata["stage"]) == (Reason.STAGE_DEADLINE, "decode")
 
 
+def test_the_budgets_end_finds_an_answer_complete_that_waits_for_prefills_timings() -> None:
+    machine = with_first_token()
+    assert machine.on_tokens(0, 3, True, BUDGET_ENDS - SETTLE_S / 2) == []
+    assert machine.on_time(BUDGET_ENDS) == [CancelPrefill(), Finish()]
+
+
 def test_the_budgets_end_cancels_both_legs() -> None:
     assert routed().on_time(BUDGET_ENDS)[:-1] == [CancelPrefill(), CancelDecode(0)]
 
