@@ -97,14 +97,13 @@ class Handover:
         self._progressed(record)
 
     def reopened(self, key: TransferKey, now: float) -> None:
-        """A stream that had broken has reached its shard again, and may go on: it has the rest of
-        the time that a shard may be silent."""
+        """A stream that had broken has reached its shard again, and may go on: how long the shard
+        may be silent now is the sender's to count, for it alone knows what the shard owes."""
         record = self._requests.in_flight.get(key)
         if record is None or record.shard_silent_since is None:
             self._requests.late_events += 1
             return
-        until = record.shard_silent_since + self._kv_progress_s(record)
-        self._requests.timers.set(Timer("kv", record.key), until)
+        self._requests.timers.cancel(Timer("kv", record.key))
 
     def completed(self, key: TransferKey, shard: int, now: float) -> None:
         """A shard has everything."""
@@ -125,6 +124,7 @@ class Handover:
         if record is None or record.streams.get(event.shard) is not Stream.OPEN:
             self._requests.late_events += 1
             return
+        owed = self.watch.owes(record, event.shard)
         record.streams[event.shard] = Stream.BROKEN
         assert record.grant is not None
         fault = event.fault
@@ -140,7 +140,7 @@ class Handover:
         record.shard_lost = _of_transfer(fault, record) if lost else None
         timers, kv = self._requests.timers, Timer("kv", record.key)
         timers.set(Timer("reopen", record.key, event.shard), now + self._config.reconnect_min_s)
-        if record.shard_silent_since is None:
+        if record.shard_silent_since is None or not owed:
             record.shard_silent_since = now
         until = min(now + self._grace_s(record), timers.at(kv) or math.inf)
         timers.set(kv, min(until, record.shard_silent_since + self._kv_progress_s(record)))

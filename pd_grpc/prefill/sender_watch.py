@@ -69,6 +69,18 @@ class SenderWatch:
             if _needs_sender(record):
                 self._fail(record, fault, now, True)
 
+    def owes(self, record: PrefillRecord, shard: int) -> bool:
+        """Whether something must be heard of a shard's stream, which was given KV to send."""
+        stream = record.streams[shard]
+        if stream is not Stream.OPEN:
+            return stream is Stream.CLOSING
+        if record.state is not PrefillState.COMPUTING:
+            return True
+        assert record.grant is not None
+        blocks = record.computed // self._layout.block_size
+        given = shard_bytes(record.grant, shard, blocks, self._layout)
+        return given > record.acked_bytes.get(shard, 0)
+
     def _limit_s(self) -> float:
         """A shard's own silence is reported after `kv_progress`, and must not be taken for ours."""
         silences = [
@@ -79,18 +91,7 @@ class SenderWatch:
         return max([self._config.no_progress_s, *silences])
 
     def _owed(self, record: PrefillRecord) -> bool:
-        return any(self._owes(record, shard) for shard in record.streams)
-
-    def _owes(self, record: PrefillRecord, shard: int) -> bool:
-        stream = record.streams[shard]
-        if stream is not Stream.OPEN:
-            return stream is Stream.CLOSING
-        if record.state is not PrefillState.COMPUTING:
-            return True
-        assert record.grant is not None
-        blocks = record.computed // self._layout.block_size
-        given = shard_bytes(record.grant, shard, blocks, self._layout)
-        return given > record.acked_bytes.get(shard, 0)
+        return any(self.owes(record, shard) for shard in record.streams)
 
 
 def _streams(record: PrefillRecord) -> bool:

@@ -147,7 +147,8 @@ class PrefillRecord:
     shard_lost: Fault | None = None
     """What it fails with if the stream that broke last does not come back: its connection's end."""
     shard_silent_since: float | None = None
-    """When the first stream broke after which no shard has acknowledged anything."""
+    """When the first stream broke after which no shard has acknowledged anything, or the last one
+    that owed nothing."""
     first_token: Sampled | None = None
     finish: Finish | None = None
     first_token_tries: int = 0

@@ -164,6 +164,25 @@ def test_a_stream_that_is_opened_and_breaks_again_and_again_fails_after_kv_progr
     assert world.fault(call).reason is Reason.DECODE_LOST
 
 
+def test_a_shard_that_is_owed_nothing_may_be_lost_and_reached_in_a_step_that_takes_long(
+    world: World,
+) -> None:
+    world.bring_to(PrefillState.COMPUTING)
+    for _ in range(3):
+        world.feed(ev.TransferBroken(T1, 0, GONE))
+        world.advance(0.1)
+        world.feed(ev.TransferReopened(T1, 0))
+        for _ in range(4):
+            world.advance(0.4 * KV_PROGRESS_S)
+            world.say(heartbeat_ack=decode_pb2.HeartbeatAck())
+        assert world.state() is PrefillState.COMPUTING, "the shard owes nothing"
+    world.step()
+    world.step()
+    world.complete()
+    world.answer_first_token()
+    assert world.state() is PrefillState.HANDED_OFF
+
+
 def test_a_stream_that_waits_for_a_session_is_not_given_up_before_that_is(world: World) -> None:
     world.bring_to(PrefillState.SENDING)
     world.feed(ev.TransferBroken(T1, 0, GONE))

@@ -180,5 +180,6 @@ def test_the_patience_with_a_shard_is_what_d_says() -> None:
         world.advance(0.8)
         if not world.state().terminal:
             world.feed(ev.TransferBroken(T1, 0, GONE))
+    world.advance(0)
     assert world.fault(call).reason is Reason.DECODE_LOST
     settle(world)
