@@ -23,7 +23,7 @@ The rules:
 * `attempts` of them may fail in a row without bringing the request on. What does is a second token,
   for the first is P's own; a request that kills whoever decodes it gets no further. One that was
   only told when to come again counts for none, for `wait_s` after the first.
-* The retry budget must have a token.
+* The retry budget must have a token; an attempt that counts for none gives it back.
 
 The shell answers `Seek` at once, by `on_pairing`, `on_nowhere`, or by `on_whole` when the tokens
 that came are the whole answer and only the word of it was lost.
@@ -281,7 +281,10 @@ class RecoveringRequest:
 
     def _fail(self, fault: Fault, now: float) -> list[Action]:
         rules = self._recovery.rules
-        self._without_progress += not self._patient(fault, now)
+        if self._patient(fault, now):
+            self._pay_back()
+        else:
+            self._without_progress += 1
         self._borrowed = False
         blame = blamed(fault, self.request)
         allowed = rules.continuation if self._kind is Kind.CONTINUATION else rules.retry
@@ -310,7 +313,7 @@ class RecoveringRequest:
         self.suspects.clear()
 
     def _pay_back(self) -> None:
-        """The attempt has helped, or will never be known to."""
+        """The attempt has helped, will never be known to, or counts for none."""
         if self._borrowed:
             self._recovery.budget.give_back()
         self._borrowed = False

@@ -10,8 +10,9 @@ class RetryBudget:
 
     A try that brings the request on gives its token back, other than in gRPC: an instance that dies
     takes hundreds of streams with it at once, and each of them going on once elsewhere is no storm.
-    So tokens are lost by tries that help nobody, and in the long run these are at most `share` of
-    the requests that are answered.
+    Nor is asking again when one was told to, which takes none for a while; see `recovery`. So
+    tokens are lost by tries that help nobody, and in the long run these are at most `share` of the
+    requests that are answered.
     """
 
     def __init__(self, burst: int, share: float) -> None:
@@ -27,7 +28,7 @@ class RetryBudget:
         return True
 
     def give_back(self) -> None:
-        """A try elsewhere has brought its request on."""
+        """A try elsewhere has brought its request on, or was no more than an inquiry."""
         self._add(1.0)
 
     def answered(self) -> None:

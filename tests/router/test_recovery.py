@@ -451,6 +451,20 @@ def test_the_budget_of_a_request_that_fails_elsewhere_too_is_lost() -> None:
     assert world.request.ended and world.budget.tokens == 4
 
 
+def test_who_is_only_told_when_to_come_again_takes_nothing_of_the_budget() -> None:
+    rules = RecoveryRules(wait_s=1.0)
+    world = World([P1], [D1], rules, RetryBudget(2, 0.5)).start()
+    not_now = Fault(Reason.DECODE_LOST, "not asked again for 0.3 s", retry_after_s=0.3)
+    now = 1.0
+    for attempt in (2, 3, 4, 5):
+        world.prefill_fails(not_now, now)
+        now += 0.3
+        assert begun(world.time(now))[0] == attempt
+        assert world.budget.tokens == 1, "that of the try under way"
+    world.prefill_fails(not_now, now)
+    assert world.budget.tokens == 1, "lost by the first that counts"
+
+
 def test_the_time_is_what_is_left_of_the_requests_budget() -> None:
     world = World().start()
     world.prefill_fails(fault(Reason.SENDER_STUCK), BUDGET_ENDS - 1)
