@@ -14,6 +14,8 @@ _FIGURES = (
     "streams",
     "broken_streams",
     "wrong_tokens",
+    "leaked_blocks",
+    "leaked_transfers",
     "gap_p50_s",
     "gap_p99_s",
     "gap_max_s",
@@ -46,7 +48,8 @@ def unplug(
 ) -> None:
     """Kill one of two prefill and two decode servers after another under streams that go on.
 
-    Exits with 1 when a stream breaks, has a wrong token, or is silent for too long.
+    Exits with 1 when a stream breaks, has a wrong token, is silent for too long, or leaves a block
+    behind.
     """
     try:
         from pd_grpc.bench.endurance.unplug import UnplugScope, faults_of

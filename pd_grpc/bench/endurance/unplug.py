@@ -13,6 +13,7 @@ from typing import Any
 
 from pd_grpc.bench.endurance.asking import How, Reply, ask, generate_request, wrong
 from pd_grpc.bench.endurance.fleet import ROUTER, Fleet, FleetPlan, running_fleet
+from pd_grpc.bench.endurance.leaks import left_over
 from pd_grpc.bench.endurance.questions import ModelQuestions, Questions, SimQuestions
 from pd_grpc.bench.endurance.recovery import recovery_of
 from pd_grpc.bench.endurance.report import made_on
@@ -29,6 +30,7 @@ GAP_MOST_S = 3.0
 _BUDGET_S = 300.0
 _STARTS_EVERY_S = 0.02
 _LOADS_WITHIN_S = 120.0
+_NONE_OF = ("broken_streams", "wrong_tokens", "leaked_blocks", "leaked_transfers")
 
 
 @dataclass(frozen=True)
@@ -153,6 +155,7 @@ async def unplug(scope: UnplugScope, tell: Tell) -> dict[str, Any]:
             stub = inference_pb2_grpc.InferenceServiceStub(channel)
             run = Unplug(scope, fleet, questions, stub)
             await run.run(tell)
+        left = await left_over(fleet)
         recovery = recovery_of(await fleet.server_info(ROUTER))
     return {
         "benchmark": "unplug",
@@ -160,6 +163,9 @@ async def unplug(scope: UnplugScope, tell: Tell) -> dict[str, Any]:
         "streams": len(run.gaps_s),
         "broken_streams": run.broken,
         "wrong_tokens": run.wrong,
+        "leaked_blocks": left.blocks,
+        "leaked_transfers": left.transfers,
+        "left_over": list(left.words),
         "gap_p50_s": percentile(run.gaps_s, 0.5),
         "gap_p99_s": percentile(run.gaps_s, 0.99),
         "gap_max_s": max(run.gaps_s),
@@ -183,9 +189,7 @@ async def unplug(scope: UnplugScope, tell: Tell) -> dict[str, Any]:
 
 def faults_of(report: Mapping[str, Any]) -> list[str]:
     """What a report says that must not be, in words; empty when all is well."""
-    found = [
-        f"{report[name]} {name}" for name in ("broken_streams", "wrong_tokens") if report[name]
-    ]
+    found = [f"{report[name]} {name}" for name in _NONE_OF if report[name]]
     if report["scope"]["engine"] == "sim" and report["gap_p99_s"] >= GAP_MOST_S:
         found.append(f"gap_p99_s {report['gap_p99_s']:.2f} is not under {GAP_MOST_S:g}")
     return found
