@@ -22,7 +22,6 @@ from pd_grpc.decode import events as ev
 from pd_grpc.decode.receiver import Action, EndStream, Receiver, Respond
 from pd_grpc.decode.transfer_outbox import TransferOutbox
 from pd_grpc.protocol import rpc
-from pd_grpc.protocol.accepting import aio_server
 from pd_grpc.protocol.clock import Clock
 from pd_grpc.protocol.config import DecodeConfig
 from pd_grpc.protocol.faults import Fault, Reason, bad_request
@@ -172,7 +171,9 @@ class BulkServer:
         self._perform(self._receiver.tick(self._clock.now()))
 
     async def _serve(self) -> None:
-        self._server = aio_server(self._interceptors, rpc.server_options(self._config))
+        self._server = grpc.aio.server(
+            interceptors=self._interceptors, options=rpc.server_options(self._config)
+        )
         # As the generated code does it, but for what reads a request.
         transfer = grpc.stream_stream_rpc_method_handler(
             self.Transfer,
@@ -183,7 +184,6 @@ class BulkServer:
         self._server.add_generic_rpc_handlers(
             (grpc.method_handlers_generic_handler(SERVICE, methods),)
         )
-        self._server.add_registered_method_handlers(SERVICE, methods)  # type: ignore[attr-defined]
         self.port = rpc.bind(self._server, self._config.host, self._config.bulk_port)
         await self._server.start()
 

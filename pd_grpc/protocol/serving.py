@@ -16,7 +16,6 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from pd_grpc.protocol import rpc
-from pd_grpc.protocol.accepting import aio_server
 from pd_grpc.protocol.config import ServerConfig
 from pd_grpc.protocol.faults import Fault, Reason
 
@@ -165,7 +164,9 @@ class ControlServer:
         self._publisher: asyncio.Task[None] | None = None
         self._health = health.aio.HealthServicer()  # type: ignore[attr-defined]
         self.handlers = HandlerRegistry()
-        self.server = aio_server([self.handlers, *interceptors], rpc.server_options(config))
+        self.server = grpc.aio.server(
+            interceptors=[self.handlers, *interceptors], options=rpc.server_options(config)
+        )
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self.server)
         channelz.add_channelz_servicer(self.server)  # type: ignore[arg-type]
         builtin = (health.SERVICE_NAME, reflection.SERVICE_NAME, _CHANNELZ)
