@@ -8,11 +8,13 @@ from collections import deque
 from pd_grpc.decode.actions import TokenOut
 from pd_grpc.engine.stopping import Finish
 from pd_grpc.protocol.faults import Fault, Reason
+from pd_grpc.protocol.messages import MAX_TOKENS_PER_MESSAGE
 from pd_grpc.v1 import decode_pb2, inference_pb2, types_pb2
 
 
 class TokenOutbox:
-    """Tokens on their way to one client. What piles up behind a slow reader goes as one message."""
+    """Tokens on their way to one client. What piles up behind a slow reader goes as one message, or
+    as the few that any client can take."""
 
     def __init__(self, decode_instance: str) -> None:
         self._instance = decode_instance
@@ -24,7 +26,7 @@ class TokenOutbox:
         self._ready = asyncio.Event()
 
     def keep_whole(self) -> None:
-        """Send the answer in one message, when it is complete."""
+        """Send nothing before the answer is complete."""
         self._whole = True
 
     def tokens(self, tokens: tuple[TokenOut, ...]) -> None:
@@ -56,7 +58,10 @@ class TokenOutbox:
         if not self._closed:
             self._ready.clear()
         if self._tokens:
-            return self._message()
+            message = self._message()
+            if self._tokens:
+                self._ready.set()
+            return message
         if self._end is not None:
             last, self._end = self._end, None
             return last
@@ -65,11 +70,13 @@ class TokenOutbox:
         return None
 
     def _message(self) -> inference_pb2.GenerateResponse:
-        message = self._end or inference_pb2.GenerateResponse()
-        self._end = None
-        message.token_ids.extend(token.token_id for token in self._tokens)
-        message.logprobs.extend(t.logprobs for t in self._tokens if t.logprobs is not None)
-        self._tokens.clear()
+        message = inference_pb2.GenerateResponse()
+        now = self._tokens[:MAX_TOKENS_PER_MESSAGE]
+        del self._tokens[:MAX_TOKENS_PER_MESSAGE]
+        if self._end is not None and not self._tokens:
+            message, self._end = self._end, None
+        message.token_ids.extend(token.token_id for token in now)
+        message.logprobs.extend(t.logprobs for t in now if t.logprobs is not None)
         return message
 
     def _close(self) -> None:

@@ -16,6 +16,10 @@ from pd_grpc.v1 import layout_pb2, sampling_pb2
 MAX_DURATION_S = 315_576_000_000
 """The longest Duration that protobuf allows, some ten thousand years."""
 
+MAX_TOKENS_PER_MESSAGE = 4096
+"""Of an answer: keeps a message with 20 log-probabilities per token below gRPC's default limit of
+4 MiB."""
+
 INLINE = frozenset({layout_pb2.TRANSPORT_UNSPECIFIED, layout_pb2.TRANSPORT_INLINE})
 """The values that mean KV within the chunks, the one transport that is built."""
 

@@ -6,11 +6,9 @@ from collections.abc import Sequence
 
 from pd_grpc.engine.base import Tokenizer
 from pd_grpc.engine.text import Detokenizer
+from pd_grpc.protocol.messages import MAX_TOKENS_PER_MESSAGE
 from pd_grpc.protocol.sampling import Sampling
 from pd_grpc.v1 import inference_pb2, types_pb2
-
-MAX_TOKENS_PER_MESSAGE = 4096
-"""Keeps a message with 20 log-probabilities per token below gRPC's default limit of 4 MiB."""
 
 
 class Outbox:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 
 from pd_grpc.protocol.config import MIB
+from pd_grpc.protocol.messages import MAX_TOKENS_PER_MESSAGE
 from pd_grpc.protocol.sampling import FieldError, sampling_errors
 from pd_grpc.router import intake
-from pd_grpc.router.outbox import MAX_TOKENS_PER_MESSAGE, Outbox
+from pd_grpc.router.outbox import Outbox
 from tests.conformance.mutants.router.registry import ROUTER_MUTANTS as mutant
 
 
