@@ -314,7 +314,11 @@ class HeldCall(_Future, grpc.Call):
         if fate.dropped or (left is not None and left < fate.delay_s):
             self._give_up_at_deadline()
             return
-        answer = damaged(answer, fate)
+        try:
+            answer = damaged(answer, fate)
+        except ValueError as no_message:  # Raised here it would end in grpc's log, and no call.
+            self._finish(error=no_message)
+            return
         self._later(fate.delay_s, lambda: self._finish(value=answer))
 
     def _give_up_at_deadline(self) -> None:

@@ -144,3 +144,12 @@ async def test_a_corrupt_message_is_another_one(direction: Direction) -> None:
     rule = Rule(Kind.CORRUPT, "One", direction, damage=lambda data, _: data.replace(b"a", b"A"))
     async with struck(rule) as (_, caller, _):
         assert (await ended(caller.one.future(A, timeout=5))).result().value == "A!"
+
+
+@pytest.mark.parametrize("direction", Direction)
+async def test_what_no_damage_leaves_a_message_fails_the_call(direction: Direction) -> None:
+    rule = Rule(Kind.CORRUPT, direction=direction, damage=lambda data, chance: b"\xff")
+    async with struck(rule) as (_, caller, _):
+        future = await ended(caller.one.future(A, timeout=5))
+        with pytest.raises(ValueError, match=r"no google\.protobuf\.StringValue"):
+            future.result()
