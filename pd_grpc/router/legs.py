@@ -24,6 +24,7 @@ from pd_grpc.router.machine import (
     TransferVerdict,
 )
 from pd_grpc.router.policies import LeastLoad, Target
+from pd_grpc.router.recovery import FIRST_ATTEMPT
 from pd_grpc.router.routing import Routing
 from pd_grpc.v1 import admin_pb2, inference_pb2, prefill_pb2, types_pb2
 
@@ -142,6 +143,9 @@ class AttemptLegs:
             message.handoff.ref.decode_epoch = view.epoch
             message.handoff.decode_name = target.name
             message.handoff.prefill_name = prefill.name
+        elif self._key.attempt > FIRST_ATTEMPT:
+            # D knows it by its name alone, and may not have heard of the last attempt's end.
+            message.request_id = str(self._key)
         call = view.inference.Generate(message, timeout=self._left(), metadata=self._metadata)
         self._decode_calls[leg] = call
         self._charge(leg, self._routing.decode_load, target, request.total_tokens)
