@@ -64,7 +64,9 @@ def asked(tokenizer: Tokenizer) -> list[tuple[list[int], Sampling]]:
 async def answers(running: Cluster) -> list[Reply]:
     requests = asked(running.decodes[0].engine.tokenizer())
     async with running.client() as stub:
-        return await asyncio.gather(*(ask(stub, request(*each), timeout_s=300) for each in requests))
+        return await asyncio.gather(
+            *(ask(stub, request(*each), timeout_s=300) for each in requests)
+        )
 
 
 def preemptions(d: DecodeServer) -> Counter[str]:
