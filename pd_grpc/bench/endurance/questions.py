@@ -64,9 +64,10 @@ def with_text(tokenizer: Tokenizer, question: Question, token_ids: list[int]) ->
 
 
 class SimQuestions(Questions):
-    """Random prompts for the sim engine, whose answers follow from its rule."""
+    """Random prompts for the sim engine, whose answers follow from its rule; `decode_scale` is how
+    slow D is."""
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, decode_scale: float) -> None:
         self._seed = seed
         self._tokenizer = load_tokenizer("sim", "", _VOCAB)
         self.settings = {
@@ -77,8 +78,7 @@ class SimQuestions(Questions):
             "request_budget_s": _BUDGET_S,
         }
         self.prefill_settings = {"sim_time_scale": 1.0}
-        # Some four tokens a second for each of a hundred streams.
-        self.decode_settings = {"sim_time_scale": 20.0}
+        self.decode_settings = {"sim_time_scale": decode_scale}
         self.router_settings = {"engine": "sim", "sim_vocab": _VOCAB, **_ROUTER}
         self._config = EngineConfig(engine="sim", sim_vocab=_VOCAB)
 

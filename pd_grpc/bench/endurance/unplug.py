@@ -37,7 +37,8 @@ _NONE_OF = ("broken_streams", "wrong_tokens", "leaked_blocks", "leaked_transfers
 class UnplugScope:
     """`streams` are under way at any time; each that ends is followed by another until `seconds`
     are over. One of the four is killed every `every_s`, or as soon as the one before it is back,
-    and is started again `away_s` later."""
+    and is started again `away_s` later. The streams go on until there were `least_kills`, however
+    long a machine takes to bring an instance back."""
 
     engine: str = "sim"
     streams: int = 200
@@ -45,6 +46,10 @@ class UnplugScope:
     every_s: float = 3.0
     away_s: float = 0.5
     seed: int = 1
+    least_kills: int = 1
+    sim_decode_scale: float = 20.0
+    """How slow D is with the sim engine: at this scale each of a hundred streams gets four tokens a
+    second, or some more."""
 
     @classmethod
     def of(cls, engine: str, quick: bool, seed: int) -> UnplugScope:
@@ -70,15 +75,17 @@ class Unplug:
     broken: int = 0
     wrong: int = 0
     told: list[dict[str, Any]] = field(default_factory=list)
+    _over: bool = False
+    """No stream is followed by another any more."""
 
     async def run(self, tell: Tell) -> None:
         """All streams and all kills; returns when the last stream has ended. WorkerLost."""
         ends_at = time.monotonic() + self.scope.seconds
-        lanes = [
-            asyncio.create_task(self._lane(stream, ends_at)) for stream in range(self.scope.streams)
-        ]
+        lanes = [asyncio.create_task(self._lane(stream)) for stream in range(self.scope.streams)]
         try:
             await self._kill_until(ends_at, tell)
+            await asyncio.sleep(max(0.0, ends_at - time.monotonic()))
+            self._over = True
             tell("waiting for the last streams")
             await asyncio.gather(*lanes)
         finally:
@@ -89,7 +96,7 @@ class Unplug:
     async def _kill_until(self, ends_at: float, tell: Tell) -> None:
         draw = random.Random(self.scope.seed)
         at = time.monotonic() + self.scope.every_s
-        while at < ends_at:
+        while at < ends_at or self.killed.total() < self.scope.least_kills:
             await asyncio.sleep(max(0.0, at - time.monotonic()))
             began = time.monotonic()
             name = draw.choice(sorted(self.fleet.units))
@@ -105,10 +112,10 @@ class Unplug:
             )
             at = max(at + self.scope.every_s, time.monotonic())
 
-    async def _lane(self, stream: int, ends_at: float) -> None:
+    async def _lane(self, stream: int) -> None:
         await asyncio.sleep(stream * _STARTS_EVERY_S)
         for number in count():
-            if time.monotonic() >= ends_at:
+            if self._over:
                 return
             question = self.questions.question(stream, number)
             name = f"u{self.scope.seed}-{stream}-{number}"
@@ -139,7 +146,11 @@ async def unplug(scope: UnplugScope, tell: Tell) -> dict[str, Any]:
     """Run it: the report, as one JSON object. WorkerLost when a process cannot be brought back,
     ModelError when the model is not there."""
     began = time.monotonic()
-    questions = SimQuestions(scope.seed) if scope.engine == "sim" else ModelQuestions()
+    questions = (
+        SimQuestions(scope.seed, scope.sim_decode_scale)
+        if scope.engine == "sim"
+        else ModelQuestions()
+    )
     plan = FleetPlan(
         settings=questions.settings,
         prefill_settings=questions.prefill_settings,

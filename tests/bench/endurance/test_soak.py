@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from pd_grpc.bench.endurance.plan import HEARTBEAT_S
+from pd_grpc.bench.endurance.unplug import UnplugScope, unplug
 from tests.cli.running import pd_grpc
 
 PAGE = Path(__file__).parents[3] / "docs" / "soak.md"
@@ -46,6 +47,22 @@ def test_a_soak_of_500_requests_loses_leaks_and_spoils_nothing(tmp_path: Path) -
     assert report["faults_injected"] >= 25
     assert report["recovered_by_retry"] + report["recovered_by_continuation"] > 0
     assert report["p99_detect_s"] < 4.0
+
+
+@pytest.mark.longest
+@pytest.mark.timeout(120)
+async def test_a_short_unplug_run_breaks_no_stream() -> None:
+    """A D is killed and then a P. How long a stream may be silent is for a longer run to say: here
+    other tests keep the machine busy."""
+    scope = UnplugScope(
+        streams=8, seconds=2.5, every_s=1.0, seed=4, least_kills=2, sim_decode_scale=2.0
+    )
+    report = await unplug(scope, tell=lambda line: None)
+    figures = ("broken_streams", "wrong_tokens", "leaked_blocks", "leaked_transfers")
+    assert [report[name] for name in figures] == [0, 0, 0, 0], report["told"] + report["left_over"]
+    assert report["killed_by_name"] == {"d1": 1, "p0": 1}
+    assert report["streams"] >= scope.streams
+    assert report["recovered_by_retry"] + report["recovered_by_continuation"] > 0
 
 
 @pytest.mark.soak
