@@ -6,7 +6,9 @@ from dataclasses import replace
 
 import pytest
 
+from pd_grpc.prefill.handover import Handover
 from pd_grpc.protocol.faults import Reason
+from pd_grpc.protocol.refs import TransferKey
 from pd_grpc.testing.explore import explore, replay, walk
 from pd_grpc.testing.explorer.client_process import ClientProcess
 from pd_grpc.testing.explorer.report import Report
@@ -66,6 +68,21 @@ def test_a_drain_refuses_or_lets_finish() -> None:
 
     # D has left where P was about to ask it.
     assert results - {Reason.DECODE_LOST.name} == {"ok", Reason.DRAINING.name}
+
+
+def test_p_hears_of_a_shard_that_is_reached_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    heard: list[TransferKey] = []
+    right = Handover.reopened
+
+    def noted(self: Handover, key: TransferKey, now: float) -> None:
+        heard.append(key)
+        right(self, key, now)
+
+    monkeypatch.setattr(Handover, "reopened", noted)
+    for seed in range(60):
+        walked = walk(replace(SMALL, faults=("lose",)), seed)
+        assert not walked.found, walked
+    assert heard
 
 
 def test_a_seed_walks_the_same_way_every_time() -> None:

@@ -14,7 +14,7 @@ from pd_grpc.prefill.requests import Timer
 from pd_grpc.prefill.sessions import Phase
 from pd_grpc.prefill.states import TRANSITIONS, PrefillState
 from pd_grpc.protocol.config import PrefillConfig
-from pd_grpc.protocol.faults import Code, TransportFault, stage_deadline
+from pd_grpc.protocol.faults import Code, TransportFault
 from pd_grpc.protocol.refs import TransferKey
 from pd_grpc.testing.explorer.kv import (
     TOKENIZER,
@@ -29,6 +29,7 @@ from pd_grpc.testing.explorer.wire import BROKEN, CANCEL, END, Interned, Message
 from pd_grpc.v1 import decode_pb2, prefill_pb2, sampling_pb2, types_pb2
 
 _LATE = TransportFault(Code.DEADLINE_EXCEEDED, "the call's time is over")
+_SILENT = TransportFault(Code.DEADLINE_EXCEEDED, "the shard acknowledged nothing")
 _EARLY = (PrefillState.QUEUED, PrefillState.ALLOCATING, PrefillState.PREPARED)
 
 
@@ -205,7 +206,7 @@ class PrefillProcess(SendingProcess):
             if until is not None and until <= self.now:
                 if sending.call is not None:
                     self._cancel(sending.call)
-                self._stream_broken(key, shard, sending, stage_deadline("transfer"))
+                self._stream_broken(key, shard, sending, _SILENT)
 
     def _step(self) -> None:
         run, self.run = self.run, None

@@ -118,6 +118,8 @@ class SendingProcess(EngineProcess):
             sender.acked(news, response.ack.accepted_bytes, self.now)
         if news or kind == "ack":
             self.news.append(ev.KvAcked(key, shard, news, sender.acked_bytes))
+        elif sending.streams > 1:
+            self.news.append(ev.TransferReopened(key, shard))
         self._pump(key, shard, sending)
 
     def _stream_broken(
