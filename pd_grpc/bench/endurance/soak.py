@@ -80,23 +80,30 @@ class Soak:
 
     async def run_slot(self, slot: Slot, harmer: Harmer) -> None:
         """Send its requests and do its harm; returns when its time is over and all is right again,
-        while requests may still be under way. WorkerLost."""
+        while requests may still be under way. WorkerLost; and it raises what kept a request from
+        being judged, for a run that does not judge all says nothing."""
         began = time.monotonic()
         harm = asyncio.create_task(self._harm(slot, harmer, began))
         try:
             for request in slot.requests:
                 await _until(began + request.at_s)
-                task = asyncio.create_task(self._one(request, harmer))
-                self._asking.add(task)
-                task.add_done_callback(self._asking.discard)
-                self.sent += 1
+                self.send(request, harmer)
             await _until(began + planning.SLOT_S)
         finally:
             await harm
+        ended = {task for task in self._asking if task.done()}
+        self._asking -= ended
+        await asyncio.gather(*ended)
         self.memory.add(self.sent, self.fleet.memory_kib())
 
+    def send(self, request: PlannedRequest, harmer: Harmer) -> None:
+        """Send one, which is judged when it has ended."""
+        self._asking.add(asyncio.create_task(self._one(request, harmer)))
+        self.sent += 1
+
     async def finish(self) -> None:
-        """Wait for every request that is under way, each of which ends in its time."""
+        """Wait for every request that is under way, each of which ends in its time. It raises what
+        kept one from being judged."""
         await asyncio.gather(*self._asking)
 
     async def _harm(self, slot: Slot, harmer: Harmer, began: float) -> None:
@@ -157,6 +164,7 @@ async def soak(requests: int, seed: int, tell: Tell) -> dict[str, Any]:
     return {
         "soak": "2P2D and a router on the sim engine, one thing wrong at a time",
         "seed": seed,
+        "sent": run.sent,
         **run.tally.figures(),
         "leaked_blocks": left.blocks + harmer.held_after_drain,
         "leaked_transfers": left.transfers,
@@ -187,6 +195,8 @@ def faults_of(report: Mapping[str, Any]) -> list[str]:
         for figure in ("hung", "wrong_tokens", "leaked_blocks", "leaked_transfers")
         if report[figure]
     ]
+    if report["requests"] != report["sent"]:
+        found.append(f"{report['requests']} requests of {report['sent']} were judged")
     if report["recovery"] and report["failed_by_code"]:
         found.append(f"requests failed: {report['failed_by_code']}")
     return found

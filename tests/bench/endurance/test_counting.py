@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from typing import Any
 
 import pytest
 
@@ -11,6 +12,7 @@ from pd_grpc.bench.endurance.detection import Harm, detection_times
 from pd_grpc.bench.endurance.leaks import left_in
 from pd_grpc.bench.endurance.memory import MemorySeries
 from pd_grpc.bench.endurance.plan import Manner
+from pd_grpc.bench.endurance.soak import faults_of
 from pd_grpc.bench.endurance.stalls import Stalls
 from pd_grpc.bench.endurance.tally import Tally, Verdict, verdict
 from pd_grpc.protocol.faults import Code, Fault, Reason, TransportFault
@@ -101,6 +103,31 @@ def test_counts_add_up_and_failures_are_told() -> None:
         ("r2", "kill d0"),
         ("r3", ""),
     ]
+
+
+GOOD: dict[str, Any] = {
+    "sent": 3,
+    "requests": 3,
+    "failed_by_code": {},
+    "recovery": True,
+    **dict.fromkeys(("hung", "wrong_tokens", "leaked_blocks", "leaked_transfers"), 0),
+}
+"""Of a report, what it is judged by."""
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({}, []),
+        ({"hung": 2}, ["2 hung"]),
+        ({"leaked_blocks": 1, "leaked_transfers": 1}, ["1 leaked_blocks", "1 leaked_transfers"]),
+        ({"sent": 4}, ["3 requests of 4 were judged"]),
+        ({"failed_by_code": {"INTERNAL": 1}}, ["requests failed: {'INTERNAL': 1}"]),
+        ({"failed_by_code": {"UNAVAILABLE": 1}, "recovery": False}, []),
+    ],
+)
+def test_a_report_is_judged(changes: dict[str, Any], says: list[str]) -> None:
+    assert faults_of({**GOOD, **changes}) == says
 
 
 def test_memory_is_followed_in_processes_that_live_long_enough() -> None:

@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
 from pathlib import Path
 from typing import Any
 
+import grpc.aio
 import pytest
 
-from pd_grpc.bench.endurance.plan import HEARTBEAT_S
+from pd_grpc.bench.endurance.fleet import Fleet, FleetPlan
+from pd_grpc.bench.endurance.harm import Harmer
+from pd_grpc.bench.endurance.plan import HEARTBEAT_S, plan_slots
+from pd_grpc.bench.endurance.soak import Soak
 from pd_grpc.bench.endurance.unplug import UnplugScope, unplug
+from pd_grpc.bench.trace import read_trace
+from pd_grpc.protocol import rpc
+from pd_grpc.protocol.config import EngineConfig, Sizes, Timeouts
+from pd_grpc.v1 import inference_pb2_grpc
 from tests.cli.running import pd_grpc
 
 PAGE = Path(__file__).parents[3] / "docs" / "soak.md"
@@ -81,6 +90,21 @@ def test_no_kill_changes_an_answer_of_the_model(tmp_path: Path, packaged_model: 
     report = report_of(tmp_path / "unplug.json", "bench unplug", *options, timeout_s=880)
     assert (report["broken_streams"], report["wrong_tokens"]) == (0, 0)
     assert report["killed"] >= 1
+
+
+async def test_a_request_that_cannot_be_judged_ends_the_run() -> None:
+    """Here the channel is closed, so that nothing can be asked."""
+    async with rpc.aio_channel("127.0.0.1:1", Timeouts(), Sizes()) as channel:
+        stub = inference_pb2_grpc.InferenceServiceStub(channel)
+    fleet = Fleet(FleetPlan())
+    run = Soak(fleet, stub, EngineConfig(engine="sim"), tell=print)
+    (slot,) = plan_slots(1, 1, read_trace(None, 10))
+    before = asyncio.all_tasks()
+    run.send(slot.requests[0], Harmer(fleet))
+    await asyncio.wait(asyncio.all_tasks() - before)
+    with pytest.raises(grpc.aio.UsageError):
+        await run.finish()
+    assert (run.sent, run.tally.figures()["requests"]) == (1, 0)
 
 
 def test_a_report_that_cannot_be_written_is_refused_before_anything_runs(tmp_path: Path) -> None:
