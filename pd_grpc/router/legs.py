@@ -86,17 +86,19 @@ class AttemptLegs:
         self._charges: dict[int | str, Callable[[], None]] = {}
 
     def perform(self, action: LegAction) -> None:
-        """Open, cancel or ask."""
+        """Open, cancel or ask. To cancel a leg that could not be opened is nothing."""
         match action:
             case OpenPrefill(target, decodes):
                 self._open_prefill(target, decodes)
             case OpenDecode(leg, target):
                 self._open_decode(leg, target)
             case CancelPrefill():
-                self._prefill_call.cancel()
+                if self._prefill_call is not None:
+                    self._prefill_call.cancel()
                 self._give_back("prefill")
             case CancelDecode(leg):
-                self._decode_calls[leg].cancel()
+                if leg in self._decode_calls:
+                    self._decode_calls[leg].cancel()
                 self._give_back(leg)
             case AskTransfer(leg, target):
                 self._call.spawn(self._ask(leg, target))

@@ -96,8 +96,7 @@ class RoutedCall:
     def start(self) -> None:
         """Open both legs."""
         self._routing.in_flight.add(self)
-        self._perform(self._machine.start(self._now()))
-        self._times.opened = self._now()
+        self.spawn(self._start())
 
     async def next_message(self) -> inference_pb2.GenerateResponse | None:
         """The next message for the client, with everything that is ready; None at the end.
@@ -168,6 +167,10 @@ class RoutedCall:
         self._perform(self._machine.on_fault(fault, self._now()))
 
     # --- actions ----------------------------------------------------------------------------------
+
+    async def _start(self) -> None:
+        self._perform(self._machine.start(self._now()))
+        self._times.opened = self._now()
 
     def _perform(self, actions: list[Action]) -> None:
         for action in actions:
@@ -269,6 +272,9 @@ class RoutedCall:
 
     def _on_timer(self) -> None:
         self._timer = None
+        self.spawn(self._pass_time())
+
+    async def _pass_time(self) -> None:
         self._perform(self._machine.on_time(self._now()))
 
     # --- what the legs bring ----------------------------------------------------------------------
@@ -326,7 +332,7 @@ class RoutedCall:
             self._timer = asyncio.get_running_loop().call_later(delay, self._on_timer)
 
     def spawn(self, work: Coroutine[Any, Any, None]) -> None:
-        """See `legs.Call`."""
+        """See `legs.Call`. What it raises fails the request, be it that a leg cannot be opened."""
         task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._on_task_done)
@@ -335,7 +341,7 @@ class RoutedCall:
         self._tasks.discard(task)
         if task.cancelled() or (error := task.exception()) is None:
             return
-        _log.error("a leg's reader failed", exc_info=error, extra=self._log_fields)
+        _log.error("a request failed of the router", exc_info=error, extra=self._log_fields)
         fault = Fault(Reason.ENGINE_ERROR, f"the router failed: {type(error).__name__}")
         self._perform(self._machine.on_fault(fault, self._now()))
 

@@ -122,7 +122,6 @@ class RouterService(inference_pb2_grpc.InferenceServiceServicer):
             for each in (span, route):
                 each.set_attributes(identity)
             span.set_attribute(names.ATTR_PROMPT_TOKENS, routable.prompt_tokens)
-            call.start()
             error = None
         except Fault as fault:
             error = (fault.code.name, fault.reason.value, fault.reason.value)
@@ -130,6 +129,7 @@ class RouterService(inference_pb2_grpc.InferenceServiceServicer):
         finally:
             tracing.end(route, error=error)
         try:
+            call.start()
             left = budget_ends - routing.clock.now() + rpc.FAREWELL_S
             await rpc.write_within(_write_all(call, write), left)
         finally:

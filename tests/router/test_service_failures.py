@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -22,7 +23,8 @@ from tests.router.answers import (
     until_ready,
 )
 from tests.router.conftest import Site
-from tests.router.scripted import handed_off, last, never, placing, refusing, tokens
+from tests.router.scripted import Scripted, handed_off, last, never, placing, refusing, tokens
+from tests.waiting import until
 
 
 async def test_prefills_refusal_reaches_the_client_and_ends_the_decode_leg(site: Site) -> None:
@@ -172,3 +174,46 @@ async def test_the_legs_have_what_is_left_of_the_clients_deadline(site: Site) ->
     assert 29 < site.d1.time_left[0] <= 30
     # And one of 100 s and more to whole seconds.
     assert 299 < site.p.time_left[1] <= 301, "without a deadline the budget is the default"
+
+
+# --- legs that cannot be opened -------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("leg", ["prefill", "inference"])
+async def test_a_leg_that_cannot_be_opened_fails_its_request_alone(site: Site, leg: str) -> None:
+    hello(site)
+    site.p.script = site.d1.script = silence
+    instance = site.p if leg == "prefill" else site.d1
+    async with unusable(site, instance, leg):
+        fault = await asyncio.wait_for(site.fault(), 5)
+        assert (fault.code, fault.reason) == (Code.INTERNAL, Reason.ENGINE_ERROR)
+        await asyncio.wait_for(site.router.in_flight.idle(), 5)
+    hello(site)
+    assert await site.answer()
+
+
+async def test_a_leg_that_cannot_be_opened_again_fails_its_request(site: Site) -> None:
+    """It is tried again when P has said, by a timer."""
+    site.d1.script = site.d2.script = silence
+    site.p.script = refusing(Fault(Reason.DECODE_LOST, "not now", retry_after_s=0.1))
+    site.d2.control.set_ready(False, "the test wants it so")
+    await asyncio.wait_for(until_ready(site.router, "d2", False), 5)
+    failing = asyncio.create_task(site.fault())
+    await until(lambda: bool(site.p.requests))
+    async with unusable(site, site.p, "prefill"):
+        fault = await asyncio.wait_for(failing, 5)
+    assert (fault.code, fault.reason) == (Code.INTERNAL, Reason.ENGINE_ERROR)
+
+
+@contextlib.asynccontextmanager
+async def unusable(site: Site, instance: Scripted, leg: str) -> AsyncIterator[None]:
+    """While this is entered, a leg to the instance is opened on a channel that is closed."""
+    closed = grpc.aio.insecure_channel(instance.endpoint)
+    await closed.close()
+    view = site.router.discovery.at(instance.endpoint)
+    usable = getattr(view, leg)
+    setattr(view, leg, type(usable)(closed))
+    try:
+        yield
+    finally:
+        setattr(view, leg, usable)
