@@ -33,11 +33,11 @@ class PrepareLimits:
     window: int
     total: int
     ahead: int
-    backoff_s: float = 0.25
-    backoff_max_s: float = 5.0
-    backoff_jitter: float = 0.25
-    breaker_open_s: float = 0.25
-    breaker_max_s: float = 2.0
+    backoff_s: float
+    backoff_max_s: float
+    backoff_jitter: float
+    breaker_open_s: float
+    breaker_max_s: float
 
     @classmethod
     def of(cls, config: PrefillConfig) -> PrepareLimits:

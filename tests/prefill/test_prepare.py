@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from pd_grpc.prefill.prepare import PrepareLimits, PreparePool
+from pd_grpc.prefill.prepare import PreparePool
 from pd_grpc.protocol.faults import Fault, Reason
 from pd_grpc.protocol.refs import TransferKey
+from tests.prefill.limits import limits
 
 NOW = 1000.0
 
@@ -19,7 +20,7 @@ def fill(pool: PreparePool, endpoint: str, numbers: range) -> None:
 
 
 def test_each_d_has_a_window_and_all_have_a_total() -> None:
-    pool = PreparePool(PrepareLimits(window=2, total=3, ahead=100))
+    pool = PreparePool(limits(window=2, total=3, ahead=100))
     fill(pool, "a", range(4))
     fill(pool, "b", range(10, 14))
     assert pool.start(lambda _: True, NOW) == [key(0), key(1), key(10)]
@@ -29,7 +30,7 @@ def test_each_d_has_a_window_and_all_have_a_total() -> None:
 
 def test_many_ds_that_do_not_answer_leave_some_of_the_total_to_one_that_does() -> None:
     """S2, invariant 8: a window of each of eight would be all there is."""
-    pool = PreparePool(PrepareLimits(window=32, total=256, ahead=100))
+    pool = PreparePool(limits(window=32, total=256, ahead=100))
     for n in range(10):
         fill(pool, f"silent-{n}", range(1000 * n, 1000 * n + 100))
         pool.start(lambda _: True, NOW)
@@ -42,24 +43,24 @@ def test_many_ds_that_do_not_answer_leave_some_of_the_total_to_one_that_does() -
 
 
 def test_a_total_smaller_than_a_window_is_shared_too() -> None:
-    pool = PreparePool(PrepareLimits(window=32, total=4, ahead=100))
+    pool = PreparePool(limits(window=32, total=4, ahead=100))
     fill(pool, "silent", range(8))
     fill(pool, "free", range(8, 10))
     assert pool.start(lambda _: True, NOW) == [key(0), key(1), key(8)]
-    pool = PreparePool(PrepareLimits(window=1, total=1, ahead=1))
+    pool = PreparePool(limits(window=1, total=1, ahead=1))
     fill(pool, "alone", range(2))
     assert pool.start(lambda _: True, NOW) == [key(0)]
 
 
 def test_a_d_whose_window_is_full_holds_up_no_other() -> None:
-    pool = PreparePool(PrepareLimits(window=2, total=100, ahead=100))
+    pool = PreparePool(limits(window=2, total=100, ahead=100))
     fill(pool, "silent", range(50))
     fill(pool, "free", range(50, 52))
     assert pool.start(lambda _: True, NOW) == [key(0), key(1), key(50), key(51)]
 
 
 def test_the_oldest_asks_first_whatever_its_d() -> None:
-    pool = PreparePool(PrepareLimits(window=10, total=1, ahead=100))
+    pool = PreparePool(limits(window=10, total=1, ahead=100))
     for n, endpoint in enumerate(["a", "b", "a"]):
         pool.enqueue(endpoint, key(n), NOW)
     order = []
@@ -71,7 +72,7 @@ def test_the_oldest_asks_first_whatever_its_d() -> None:
 
 
 def test_none_asks_a_d_that_cannot_be_asked() -> None:
-    pool = PreparePool(PrepareLimits(window=10, total=10, ahead=100))
+    pool = PreparePool(limits(window=10, total=10, ahead=100))
     fill(pool, "away", range(2))
     fill(pool, "here", range(2, 3))
     assert pool.start(lambda endpoint: endpoint == "here", NOW) == [key(2)]
@@ -79,7 +80,7 @@ def test_none_asks_a_d_that_cannot_be_asked() -> None:
 
 
 def test_grants_not_yet_computed_are_bounded_and_asking_does_not_count() -> None:
-    pool = PreparePool(PrepareLimits(window=10, total=20, ahead=2))
+    pool = PreparePool(limits(window=10, total=20, ahead=2))
     fill(pool, "a", range(6))
     assert len(pool.start(lambda _: True, NOW)) == 6
     for n in range(2):
@@ -91,7 +92,7 @@ def test_grants_not_yet_computed_are_bounded_and_asking_does_not_count() -> None
 
 
 def test_a_request_that_is_withdrawn_leaves_nothing_behind() -> None:
-    pool = PreparePool(PrepareLimits(window=1, total=1, ahead=1))
+    pool = PreparePool(limits(window=1, total=1, ahead=1))
     fill(pool, "a", range(3))
     pool.start(lambda _: True, NOW)
     pool.withdraw(key(1))
@@ -104,7 +105,7 @@ def test_a_request_that_is_withdrawn_leaves_nothing_behind() -> None:
 
 def test_grants_that_pile_up_for_one_decode_hold_back_no_other() -> None:
     """S1, invariant 8."""
-    pool = PreparePool(PrepareLimits(window=8, total=64, ahead=4))
+    pool = PreparePool(limits(window=8, total=64, ahead=4))
     fill(pool, "slow", range(8))
     for started in pool.start(lambda _: True, NOW):
         pool.answered(started, granted=True)
@@ -115,7 +116,7 @@ def test_grants_that_pile_up_for_one_decode_hold_back_no_other() -> None:
 
 def test_a_decode_that_grants_nothing_takes_no_share_of_what_is_prepared_ahead() -> None:
     """S2, invariant 8: that of the others is as large as without it."""
-    pool = PreparePool(PrepareLimits(window=8, total=64, ahead=4))
+    pool = PreparePool(limits(window=8, total=64, ahead=4))
     fill(pool, "full", range(8))
     pool.start(lambda _: True, NOW)
     for n in range(8, 12):
@@ -127,7 +128,7 @@ def test_a_decode_that_grants_nothing_takes_no_share_of_what_is_prepared_ahead()
 
 
 def test_who_waits_out_a_back_off_hears_that_another_d_may_be_asked_again() -> None:
-    pool = PreparePool(PrepareLimits(window=8, total=8, ahead=4, backoff_jitter=0.0))
+    pool = PreparePool(limits(window=8, total=8, ahead=4, backoff_jitter=0.0))
     for endpoint, wait_s in (("a", 4.0), ("b", 1.0)):
         pool.back_off(endpoint, Fault(Reason.NO_BLOCKS, endpoint, retry_after_s=wait_s), NOW)
     fill(pool, "a", range(1))
@@ -143,7 +144,7 @@ def test_who_waits_out_a_back_off_hears_that_another_d_may_be_asked_again() -> N
 
 
 def test_who_asks_again_hears_that_its_d_may_not_be_asked_meanwhile() -> None:
-    pool = PreparePool(PrepareLimits(window=8, total=8, ahead=4))
+    pool = PreparePool(limits(window=8, total=8, ahead=4))
     fill(pool, "a", range(2))
     pool.start(lambda _: True, NOW)
     lost = Fault(Reason.DECODE_LOST, "gone")

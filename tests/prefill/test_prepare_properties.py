@@ -18,9 +18,10 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from pd_grpc.prefill.prepare import PrepareLimits, PreparePool
+from pd_grpc.prefill.prepare import PreparePool
 from pd_grpc.protocol.faults import Fault, Reason
 from pd_grpc.protocol.refs import TransferKey
+from tests.prefill.limits import limits
 
 DECODES = ("a", "b", "c")
 LOST = Fault(Reason.DECODE_LOST, "gone")
@@ -45,7 +46,7 @@ class Pool(RuleBasedStateMachine):
         jitter=st.floats(0, 1),
     )
     def begin(self, window: int, total: int, ahead: int, jitter: float) -> None:
-        self.limits = PrepareLimits(window, total, ahead, backoff_max_s=2.0, breaker_max_s=1.0)
+        self.limits = limits(window, total, ahead, backoff_max_s=2.0, breaker_max_s=1.0)
         self.jitter = jitter
         self.pool = PreparePool(self.limits, lambda: jitter)
         self.now = 0.0
