@@ -13,7 +13,7 @@ from pd_grpc.decode import events as ev
 from pd_grpc.decode.outbox import SessionOutbox, TokenOutbox
 from pd_grpc.decode.runtime import DecodeRuntime
 from pd_grpc.protocol import rpc
-from pd_grpc.protocol.config import Timeouts
+from pd_grpc.protocol.config import SILENT_HEARTBEATS, Timeouts
 from pd_grpc.protocol.faults import Fault, Reason, bad_request
 from pd_grpc.protocol.messages import duration, seconds
 from pd_grpc.protocol.sampling import FieldError
@@ -58,7 +58,7 @@ class DecodeService(decode_pb2_grpc.DecodeServiceServicer):
     async def _write(self, outbox: SessionOutbox, context: Context) -> None:
         """Until the session is over. A P that does not read for two heartbeats is as good as one
         that sends none."""
-        patience_s = 2 * self._timeouts.heartbeat_s
+        patience_s = SILENT_HEARTBEATS * self._timeouts.heartbeat_s
         while (message := await outbox.next()) is not None:
             try:
                 await asyncio.wait_for(context.write(message), patience_s)

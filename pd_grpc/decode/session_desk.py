@@ -15,6 +15,7 @@ from pd_grpc.decode.ledger import Ledger
 from pd_grpc.decode.sessions import Session
 from pd_grpc.decode.states import DecodeState
 from pd_grpc.decode.transfer import Owner, Transfer
+from pd_grpc.protocol.config import SILENT_HEARTBEATS
 from pd_grpc.protocol.faults import Fault, Reason
 from pd_grpc.protocol.messages import duration
 from pd_grpc.v1 import decode_pb2
@@ -100,7 +101,7 @@ class SessionDesk:
         if session is None:
             return
         self._broken(session)
-        text = f"no heartbeat for {2 * self._ledger.config.heartbeat_s:g} s"
+        text = f"no heartbeat for {self._patience_s:g} s"
         self._ledger.act(SessionEnd(stream, Fault(Reason.LEASE_EXPIRED, text)))
 
     def session_over(self, session_id: str) -> None:
@@ -124,9 +125,12 @@ class SessionDesk:
             self._ledger.act(SessionEnd(session.stream, None))
             self._ledger.sessions.forget(session)
 
+    @property
+    def _patience_s(self) -> float:
+        return SILENT_HEARTBEATS * self._ledger.config.heartbeat_s
+
     def _expect_heartbeat(self, stream: int) -> None:
-        at = self._ledger.now + 2 * self._ledger.config.heartbeat_s
-        self._ledger.timers.set(Silence(stream), at)
+        self._ledger.timers.set(Silence(stream), self._ledger.now + self._patience_s)
 
     def _quiet(self, stream: int) -> None:
         self._ledger.timers.cancel(Silence(stream))

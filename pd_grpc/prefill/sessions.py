@@ -19,15 +19,12 @@ from pd_grpc.prefill.notices import (
     UnknownGrants,
     Unreachable,
 )
-from pd_grpc.protocol.config import Timeouts
+from pd_grpc.protocol.config import SILENT_HEARTBEATS, Timeouts
 from pd_grpc.protocol.faults import Code, Fault, Reason, TransportFault, not_meant
 from pd_grpc.protocol.layout import KvLayout
 from pd_grpc.protocol.messages import INLINE, layout_from_proto, seconds, transport_name
 from pd_grpc.protocol.timers import Timers
 from pd_grpc.v1 import decode_pb2, types_pb2
-
-SILENT_HEARTBEATS = 2
-"""A session on which D said nothing for this many heartbeats is broken."""
 
 _TURNED_AWAY = frozenset(
     {Reason.STALE_EPOCH, Reason.WRONG_INSTANCE, Reason.LAYOUT_MISMATCH, Reason.FEATURE}

@@ -14,6 +14,9 @@ from pd_grpc.protocol.endpoints import check_endpoint
 
 MIB = 1 << 20
 
+SILENT_HEARTBEATS = 2
+"""A session on which nothing was heard for this many heartbeats is broken, for either side."""
+
 
 def _endpoint_or_empty(value: str) -> str:
     return check_endpoint(value) if value else value
