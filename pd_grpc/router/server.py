@@ -14,7 +14,6 @@ from pd_grpc.protocol import interception, rpc
 from pd_grpc.protocol.admin import AdminService, ChangeFeed
 from pd_grpc.protocol.clock import Clock, SystemClock
 from pd_grpc.protocol.config import RouterConfig
-from pd_grpc.protocol.faults import Fault, Reason
 from pd_grpc.protocol.interception import Interceptors
 from pd_grpc.protocol.refs import mint_epoch
 from pd_grpc.protocol.serving import ControlServer
@@ -26,7 +25,7 @@ from pd_grpc.router.recovery import Recovery, RecoveryRules
 from pd_grpc.router.recovery_metrics import RecoveryMetrics
 from pd_grpc.router.retry_budget import RetryBudget
 from pd_grpc.router.routing import Routing
-from pd_grpc.router.service import RouterService
+from pd_grpc.router.service import RouterService, the_router_leaves
 from pd_grpc.telemetry.metrics import meter
 from pd_grpc.telemetry.tracing import Tracing
 from pd_grpc.v1 import admin_pb2_grpc, inference_pb2_grpc, types_pb2
@@ -144,8 +143,9 @@ class RouterServer:
         idle = asyncio.create_task(self.in_flight.idle())
         try:
             await asyncio.wait([idle], timeout=grace_s)
+            self.service.leave()
             for request in self.in_flight.running():
-                request.fail(Fault(Reason.DRAINING, "the router leaves"))
+                request.fail(the_router_leaves())
             # Their clients are told; one that reads nothing holds it back no longer than that.
             await asyncio.wait([idle], timeout=rpc.FAREWELL_S)
         finally:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any, TypeAlias
 
 import grpc.aio
@@ -39,6 +39,12 @@ class RouterService(inference_pb2_grpc.InferenceServiceServicer):
         self._routing = routing
         self._tracing = tracing
         self.draining = False
+        self._left: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    def leave(self) -> None:
+        """The drain's time is over: fail what has no legs yet."""
+        if not self._left.done():
+            self._left.set_result(None)
 
     async def GetModelInfo(
         self, request: inference_pb2.GetModelInfoRequest, context: ServicerContext
@@ -104,7 +110,7 @@ class RouterService(inference_pb2_grpc.InferenceServiceServicer):
         route = tracing.start(names.SPAN_ROUTE, parent=context, at=accepted)
         error: tuple[str, str, str] | None = ("CANCELLED", "CLIENT_GONE", "the client left")
         try:
-            routable = await self._read(request, request_id, budget_ends)
+            routable = await self._unless_left(self._read(request, request_id, budget_ends))
             config, discovery = routing.config, routing.discovery
             pairing = pair(
                 discovery.ready(types_pb2.ROLE_PREFILL),
@@ -135,6 +141,19 @@ class RouterService(inference_pb2_grpc.InferenceServiceServicer):
         finally:
             await call.close()
 
+    async def _unless_left(self, read: Coroutine[Any, Any, RoutableRequest]) -> RoutableRequest:
+        """What it reads, or its fault. Fault DRAINING when the router leaves before."""
+        reading = asyncio.create_task(read)
+        try:
+            await asyncio.wait((reading, self._left), return_when=asyncio.FIRST_COMPLETED)
+            if reading.done():
+                reading.result()
+            if self._left.done():
+                raise the_router_leaves()
+            return reading.result()
+        finally:
+            reading.cancel()
+
     async def _read(
         self, request: inference_pb2.GenerateRequest, request_id: str, budget_ends: float
     ) -> RoutableRequest:
@@ -152,6 +171,11 @@ class RouterService(inference_pb2_grpc.InferenceServiceServicer):
         except asyncio.TimeoutError:
             raise stage_deadline("route") from None
         return fit(request, request_id, kind, token_ids, limits, routing.config.default_max_tokens)
+
+
+def the_router_leaves() -> Fault:
+    """What a request hears that is not finished when the drain's time is over."""
+    return Fault(Reason.DRAINING, "the router leaves")
 
 
 async def _write_all(call: RoutedCall, write: Write) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +14,7 @@ from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
+from pd_grpc.engine.base import Tokenizer
 from pd_grpc.engine.sim_tokenizer import SimTokenizer
 from pd_grpc.protocol import rpc
 from pd_grpc.protocol.config import RouterConfig
@@ -81,6 +83,13 @@ async def until_all_ready(router: RouterServer) -> None:
 
 @pytest.fixture
 async def site() -> AsyncIterator[Site]:
+    async with sited(SimTokenizer(VOCAB)) as served:
+        yield served
+
+
+@asynccontextmanager
+async def sited(tokenizer: Tokenizer) -> AsyncIterator[Site]:
+    """A site whose router has this tokenizer."""
     p = Scripted(types_pb2.ROLE_PREFILL, "p1")
     d1 = Scripted(types_pb2.ROLE_DECODE, "d1")
     d2 = Scripted(types_pb2.ROLE_DECODE, "d2")
@@ -89,7 +98,7 @@ async def site() -> AsyncIterator[Site]:
     provider, spans = TracerProvider(), InMemorySpanExporter()
     provider.add_span_processor(SimpleSpanProcessor(spans))
     config = config_for(p, d1, d2)
-    router = await start_router(config, SimTokenizer(VOCAB), tracer_provider=provider)
+    router = await start_router(config, tokenizer, tracer_provider=provider)
     await asyncio.wait_for(until_all_ready(router), 10)
     try:
         async with grpc.aio.insecure_channel(router.endpoint) as channel:

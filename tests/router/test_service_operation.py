@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import threading
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -11,6 +12,8 @@ import grpc
 import grpc.aio
 import pytest
 
+from pd_grpc.engine.sim_tokenizer import SimTokenizer
+from pd_grpc.protocol import rpc
 from pd_grpc.protocol.faults import Code, Fault, Reason
 from pd_grpc.protocol.messages import duration, seconds
 from pd_grpc.router.intake import RoutableRequest
@@ -28,7 +31,8 @@ from tests.router.answers import (
     silence,
     until_ready,
 )
-from tests.router.conftest import VOCAB, Site
+from tests.router.conftest import VOCAB, Site, sited
+from tests.router.pairs import pairs
 from tests.router.scripted import handed_off, last, refusing, tokens
 from tests.waiting import until
 
@@ -181,6 +185,42 @@ async def test_a_stop_cuts_a_drain_short_and_says_so_to_what_runs(site: Site) ->
     await asyncio.wait_for(site.router.stop(), 5)
     fault = await asyncio.wait_for(failing, 5)
     assert (fault.code, fault.reason) == (Code.UNAVAILABLE, Reason.DRAINING)
+
+
+async def test_who_waits_for_an_instance_when_the_drains_time_is_over_is_told() -> None:
+    async with pairs(retry_wait_s=60.0) as site:
+        for instance in (site.d1, site.d2):
+            await instance.stop()
+            await asyncio.wait_for(until_ready(site.router, instance.instance.name, False), 5)
+        call = site.ask()
+        await until(lambda: len(site.router.in_flight) == 1)
+        assert site.router.drain(0) == 1
+        with pytest.raises(grpc.aio.AioRpcError) as raised:
+            await asyncio.wait_for(call.read(), 5)
+        fault = rpc.read_error(raised.value)
+        assert isinstance(fault, Fault) and fault.reason is Reason.DRAINING
+
+
+async def test_who_is_being_tokenized_when_the_drains_time_is_over_is_told() -> None:
+    encoding, go_on = threading.Event(), threading.Event()
+
+    class Slow(SimTokenizer):
+        def encode(self, text: str) -> list[int]:
+            encoding.set()
+            assert go_on.wait(30)
+            return super().encode(text)
+
+    async with sited(Slow(VOCAB)) as site:
+        hello(site)
+        failing = asyncio.create_task(site.fault(text="a" * 100_000))
+        assert await asyncio.to_thread(encoding.wait, 5)
+        try:
+            assert site.router.drain(0) == 1
+            fault = await asyncio.wait_for(failing, 5)
+        finally:
+            go_on.set()
+        assert (fault.code, fault.reason) == (Code.UNAVAILABLE, Reason.DRAINING)
+        assert not site.p.requests and not site.d1.requests
 
 
 # --- tracing --------------------------------------------------------------------------------------
