@@ -104,7 +104,7 @@ class DecodeSession:
         self._users: set[object] = set()
         self._name = ""
         self._sequence = 0
-        self._backoff_s = timeouts.reconnect_min_s
+        self._tries = 0
         self._timers: Timers[str] = Timers()
 
     @property
@@ -271,7 +271,7 @@ class DecodeSession:
         self.welcome = welcome
         self.draining = False
         self._sequence = 0
-        self._backoff_s = self._timeouts.reconnect_min_s
+        self._tries = 0
         for timer in ("connect", "grace"):
             self._timers.cancel(timer)
         self._timers.set("silence", now + SILENT_HEARTBEATS * self._heartbeat_s)
@@ -341,8 +341,8 @@ class DecodeSession:
 
     def _back_off(self, now: float) -> None:
         self.phase = Phase.WAITING
-        self._timers.set("reconnect", now + self._backoff_s)
-        self._backoff_s = min(2 * self._backoff_s, self._timeouts.reconnect_max_s)
+        self._tries += 1
+        self._timers.set("reconnect", now + backoff_s(self._timeouts, self._tries))
 
     def _beat(self, now: float) -> list[Output]:
         self._sequence += 1
@@ -366,7 +366,7 @@ class DecodeSession:
     def _become_idle(self) -> list[Output]:
         self.phase = Phase.IDLE
         self.draining = False
-        self._backoff_s = self._timeouts.reconnect_min_s
+        self._tries = 0
         for timer in _DUE_IN:
             self._timers.cancel(timer)
         return []
