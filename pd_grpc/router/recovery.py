@@ -178,8 +178,8 @@ class RecoveringRequest:
         return min(times, default=None)
 
     def start(self, now: float) -> list[Action]:
-        """Open both legs of the first attempt."""
-        return self.after(self.request.start(now), now)
+        """Open both legs of the first attempt, unless it was ended before."""
+        return [] if self.ended else self.after(self.request.start(now), now)
 
     def after(self, actions: list[AttemptAction], now: float) -> list[Action]:
         """What `request` wants done, with another attempt in place of a failure where there may be

@@ -14,16 +14,18 @@ from pd_grpc.router.machine import (
     Fail,
     Finish,
     OpenPrefill,
+    RoutingTimes,
     TransferVerdict,
 )
-from pd_grpc.router.policies import Target
-from pd_grpc.router.recovery import Kind, RecoveryRules
+from pd_grpc.router.policies import Pairing, Target
+from pd_grpc.router.recovery import Kind, RecoveringRequest, RecoveryRules
 from pd_grpc.router.retry_budget import RetryBudget
 from tests.router.recovering import (
     BUDGET_ENDS,
     D1,
     D2,
     D3,
+    GRACE_S,
     LOST,
     P1,
     P2,
@@ -546,3 +548,12 @@ def test_an_operator_ends_it_and_nothing_is_tried_elsewhere(reason: Reason) -> N
     waiting.decode_fails(LOST, 2.0)
     assert failure(waiting.request.on_fault(fault(reason), 2.1)).reason is reason
     assert world.request.ended and waiting.request.ended
+
+
+def test_what_was_ended_before_it_began_opens_nothing() -> None:
+    world = World().start()
+    request = RecoveringRequest(
+        Pairing(P1, D1), RoutingTimes(GRACE_S, SETTLE_S), world.recovery, BUDGET_ENDS
+    )
+    assert failure(request.on_fault(fault(Reason.DRAINING), 1.0)).reason is Reason.DRAINING
+    assert request.start(1.0) == [] and request.ended
