@@ -13,6 +13,7 @@ from pd_grpc.protocol.config import (
     ServerConfig,
     Sizes,
     Timeouts,
+    TurnConfig,
 )
 from pd_grpc.protocol.faults import STATUS_TABLE
 from tools.marked_parts import Parts, table
@@ -48,6 +49,7 @@ TABLES: Parts = {
     "timeouts": lambda: settings(Timeouts),
     "sizes": lambda: settings(Sizes),
     "engine": lambda: settings(EngineConfig),
+    "turns": lambda: settings(TurnConfig),
     "servers": lambda: settings(ServerConfig, without=_TimeoutsAndSizes),
     "router": lambda: settings(RouterConfig, without=ServerConfig),
     "decode": lambda: settings(DecodeConfig, without=PrefillConfig),

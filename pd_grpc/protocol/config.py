@@ -96,13 +96,6 @@ class Sizes(_Section):
         16384, ge=1, description="clients whose prefill may still be under way, on D"
     )
     tombstones: int = Field(65536, ge=1, description="ended transfers remembered")
-    serving_quantile: float = Field(
-        0.95,
-        ge=0,
-        le=1,
-        description="part of the last requests for which a time was enough; one that has spent half"
-        " of its own and has less left is refused when its turn comes. 0 refuses nobody",
-    )
     prepare_window: int = Field(32, ge=1, description="Allocates in flight per D")
     prepare_total: int = Field(256, ge=1, description="Allocates in flight in total")
     prefill_queue: int = Field(1024, ge=1, description="requests that may wait on P for one D")
@@ -143,6 +136,18 @@ class EngineConfig(_Section):
     sim_head_dim: int = Field(8, ge=8, description="sim: bytes per head")
 
 
+class TurnConfig(_Section):
+    """Which request is still served when its turn comes."""
+
+    serving_quantile: float = Field(
+        0.95,
+        ge=0,
+        le=1,
+        description="part of the last requests for which a time was enough; one that has spent half"
+        " of its own and has less left is refused when its turn comes. 0 refuses nobody",
+    )
+
+
 class TelemetryConfig(_Section):
     """Where spans and logs go."""
 
@@ -166,11 +171,11 @@ class ServerConfig(Timeouts, Sizes, TelemetryConfig):
     )
 
 
-class PrefillConfig(ServerConfig, EngineConfig):
+class PrefillConfig(ServerConfig, EngineConfig, TurnConfig):
     """`pd-grpc serve prefill`."""
 
 
-class DecodeConfig(ServerConfig, EngineConfig):
+class DecodeConfig(ServerConfig, EngineConfig, TurnConfig):
     """`pd-grpc serve decode`."""
 
     bulk_port: int = Field(
