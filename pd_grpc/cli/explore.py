@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from pd_grpc.cli.console import EXIT_FAILED, progress, refuse, stdout
+from pd_grpc.cli.long_run import check_place
 
 
 def explore(
@@ -40,14 +41,13 @@ def explore(
         from pd_grpc.testing.explore import explore as run
     except ModuleNotFoundError as error:
         refuse(f"pd-grpc explore: it needs {error.name}: pip install 'pd-grpc[server]'")
+    if json_file is not None:
+        check_place(json_file)
     with progress("explore") as tell:
         report = run(states, seconds, walks, seed, most_faults=faults, tell=tell)
     for line in report.lines():
         stdout.print(line, markup=False, soft_wrap=True)
     if json_file is not None:
-        try:
-            json_file.write_text(json.dumps(report.as_json(), indent=1) + "\n", encoding="utf-8")
-        except OSError as error:
-            refuse(f"--json {json_file}: {error.strerror}")
+        json_file.write_text(json.dumps(report.as_json(), indent=1) + "\n", encoding="utf-8")
     if report.found:
         raise typer.Exit(EXIT_FAILED)

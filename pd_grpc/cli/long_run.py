@@ -29,7 +29,7 @@ def carry_out(
     from pd_grpc.engine.model_error import ModelError
 
     if json_file is not None:
-        _check_place(json_file)
+        check_place(json_file)
     try:
         with progress(title) as tell:
             report = asyncio.run(work(tell))
@@ -50,7 +50,7 @@ def carry_out(
         raise typer.Exit(EXIT_FAILED)
 
 
-def _check_place(path: Path) -> None:
+def check_place(path: Path) -> None:
     """Refuse a file that could not be written after all that time."""
     try:
         with path.open("a"):

@@ -27,6 +27,16 @@ def test_the_command_tells_what_it_saw_and_writes_it_down(tmp_path: Path) -> Non
     assert all(layer["depth"] > 0 for s in report["searches"] for layer in s["layers"][:1])
 
 
+def test_a_file_that_cannot_be_written_is_refused_before_anything_is_explored(
+    tmp_path: Path,
+) -> None:
+    result = CliRunner().invoke(app, ["explore", "--json", str(tmp_path / "absent" / "e.json")])
+
+    assert result.exit_code == 2
+    assert "No such file or directory" in result.output
+    assert "states" not in result.output
+
+
 def test_a_violation_is_printed_with_its_moves_and_fails_the_command() -> None:
     (fault,) = (each for each in ALL if each.name == "P takes blocks before it has a grant")
 
