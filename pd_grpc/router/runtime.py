@@ -74,6 +74,7 @@ class RoutedCall:
         self._wake = asyncio.Event()
         self._timer: asyncio.TimerHandle | None = None
         self._tasks: set[asyncio.Task[None]] = set()
+        self._watching = False
         self._legs = self._new_legs()
         self._last: inference_pb2.GenerateResponse | None = None
         self._named = False
@@ -241,9 +242,9 @@ class RoutedCall:
         if pairing is not None:
             self._perform(machine.on_pairing(pairing, now))
             return
-        waited = machine.waiting
         self._perform(machine.on_nowhere(self._others_out_of_reach(blame), now))
-        if machine.waiting and not waited:
+        if machine.waiting and not self._watching:
+            self._watching = True
             self.spawn(self._watch_instances())
 
     def _others_out_of_reach(self, blame: Blame) -> bool:
@@ -260,6 +261,7 @@ class RoutedCall:
             if not self._machine.waiting:
                 break
             await self._routing.discovery.changed()
+        self._watching = False
 
     def _end_of_answer(self) -> How | None:
         """How the answer ended, when its last token came and only the word of its end was lost."""
