@@ -5,10 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict
 
 from pd_grpc.blocks.pool import BlockPool, BlockState, Holding, NoBlocks
-from pd_grpc.protocol.faults import Fault, Quota, Reason
-
-RETRY_AFTER_S = 0.25
-"""What one that is refused is told to wait; a step or a few, after which blocks may be back."""
+from pd_grpc.protocol.faults import RETRY_AFTER_S, Fault, Quota, Reason
 
 
 class Reservations:

@@ -27,13 +27,10 @@ from pd_grpc.prefill.sessions import DecodeSession, Phase
 from pd_grpc.prefill.states import PrefillRecord, PrefillState
 from pd_grpc.prefill.validation import ModelLimits
 from pd_grpc.protocol.config import PrefillConfig
-from pd_grpc.protocol.faults import Fault, Reason, not_meant
+from pd_grpc.protocol.faults import RETRY_AFTER_S, Fault, Reason, not_meant
 from pd_grpc.protocol.messages import duration, seconds
 from pd_grpc.protocol.refs import TransferKey
 from pd_grpc.v1 import decode_pb2, prefill_pb2, types_pb2
-
-RETRY_AFTER_S = 0.25
-"""When to try again at the earliest, as a request is told that finds the queue full."""
 
 _MET_BY_BOTH_LEGS = frozenset({Reason.CLIENT_GONE, Reason.STAGE_DEADLINE, Reason.SUPERSEDED})
 """Ends of which a D that was asked for nothing needs no word of P's: its own leg meets them."""

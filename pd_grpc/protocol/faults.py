@@ -188,6 +188,9 @@ STATUS_TABLE: Mapping[Reason, Row] = {
     Reason.NOT_OWNER: _row("the transfer is another's", Code.PERMISSION_DENIED),
 }
 
+RETRY_AFTER_S = 0.25
+"""What one that finds no room is told to wait: a step or a few, after which there may be some."""
+
 
 @dataclass(frozen=True)
 class Quota:
