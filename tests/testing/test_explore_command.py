@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 from typer.testing import CliRunner
 
 from pd_grpc.cli.commands import app
+from pd_grpc.testing.explore import replay, walk
+from pd_grpc.testing.explorer.scenario import FULL
 from tests.testing.planted import ALL, planted
 
 SHORT = ("explore", "--states", "4000", "--walks", "4", "--seed", "5")
@@ -25,6 +28,24 @@ def test_the_command_tells_what_it_saw_and_writes_it_down(tmp_path: Path) -> Non
     assert report["violations"] == []
     assert len(report["searches"]) == 4
     assert all(layer["depth"] > 0 for s in report["searches"] for layer in s["layers"][:1])
+
+
+def test_a_violation_is_replayed_from_what_the_command_writes(tmp_path: Path) -> None:
+    """As the page says: a walk by its seed, what the search found by its moves."""
+    file = tmp_path / "explored.json"
+    (fault,) = (each for each in ALL if each.name == "P takes blocks before it has a grant")
+
+    with planted(fault):
+        CliRunner().invoke(app, [*SHORT, "--faults", "1", "--json", str(file)])
+        violations = json.loads(file.read_text())["violations"]
+        searched = next(v for v in violations if v["seed"] is None)
+        by_walk = next(v for v in violations if v["seed"] is not None)
+        walked = walk(replace(FULL[by_walk["scenario"]], fine=True), by_walk["seed"])
+        _, _, wrong = replay(FULL[searched["scenario"]], searched["moves"])
+
+    assert list(walked.moves) == by_walk["moves"]
+    assert by_walk["text"] in [found.text for found in walked.found]
+    assert searched["text"] in [found.text for found in wrong]
 
 
 def test_a_file_that_cannot_be_written_is_refused_before_anything_is_explored(
