@@ -24,6 +24,7 @@ _FIGURES = (
     "recovered_by_continuation",
     "faults_injected",
     "p99_detect_s",
+    "undetected",
     "stall_max_s",
     "rss_growth_kib_per_1000",
     "took_s",
@@ -48,7 +49,8 @@ def soak(
     off and lied to, and check every token of every answer.
 
     Exits with 1 when a request hangs, is answered wrongly, leaves a block behind, or fails though
-    the router could have recovered it.
+    the router could have recovered it; when the router does not notice what it ought to, or memory
+    grows with the requests.
     """
     try:
         from pd_grpc.bench.endurance.soak import faults_of

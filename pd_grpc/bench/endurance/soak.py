@@ -61,6 +61,11 @@ ROUTER_SETTINGS: Mapping[str, Any] = {
     # back at once.
     "retry_wait_s": 8.0,
 }
+GROWTH_MOST_KIB = 1024
+"""What `rss_growth_kib_per_1000` is to stay under."""
+STALLED_FROM_S = HEARTBEAT_S
+"""On a machine that stood still for as long, what the router does not notice is not held against
+it."""
 _TELL_SLOTS = 25
 _TRACE_MINUTES = 10.0
 
@@ -199,6 +204,11 @@ def faults_of(report: Mapping[str, Any]) -> list[str]:
         found.append(f"{report['requests']} requests of {report['sent']} were judged")
     if report["recovery"] and report["failed_by_code"]:
         found.append(f"requests failed: {report['failed_by_code']}")
+    if report["undetected"] and report["stall_max_s"] < STALLED_FROM_S:
+        found.append(f"not noticed: {', '.join(report['undetected'])}")
+    growth = report["rss_growth_kib_per_1000"]
+    if growth is not None and growth >= GROWTH_MOST_KIB:
+        found.append(f"rss_growth_kib_per_1000 {growth:.0f} is not under {GROWTH_MOST_KIB}")
     return found
 
 

@@ -110,6 +110,9 @@ GOOD: dict[str, Any] = {
     "requests": 3,
     "failed_by_code": {},
     "recovery": True,
+    "undetected": [],
+    "stall_max_s": 0.2,
+    "rss_growth_kib_per_1000": None,
     **dict.fromkeys(("hung", "wrong_tokens", "leaked_blocks", "leaked_transfers"), 0),
 }
 """Of a report, what it is judged by."""
@@ -124,6 +127,10 @@ GOOD: dict[str, Any] = {
         ({"sent": 4}, ["3 requests of 4 were judged"]),
         ({"failed_by_code": {"INTERNAL": 1}}, ["requests failed: {'INTERNAL': 1}"]),
         ({"failed_by_code": {"UNAVAILABLE": 1}, "recovery": False}, []),
+        ({"undetected": ["kill d0", "stop p1"]}, ["not noticed: kill d0, stop p1"]),
+        ({"undetected": ["stop p1"], "stall_max_s": 1.0}, []),
+        ({"rss_growth_kib_per_1000": 1023.9}, []),
+        ({"rss_growth_kib_per_1000": 1024.0}, ["rss_growth_kib_per_1000 1024 is not under 1024"]),
     ],
 )
 def test_a_report_is_judged(changes: dict[str, Any], says: list[str]) -> None:

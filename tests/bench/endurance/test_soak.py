@@ -11,11 +11,10 @@ from typing import Any
 import grpc.aio
 import pytest
 
+from pd_grpc.bench.endurance import soak, unplug
 from pd_grpc.bench.endurance.fleet import Fleet, FleetPlan
 from pd_grpc.bench.endurance.harm import Harmer
 from pd_grpc.bench.endurance.plan import HEARTBEAT_S, plan_slots
-from pd_grpc.bench.endurance.soak import Soak
-from pd_grpc.bench.endurance.unplug import UnplugScope, unplug
 from pd_grpc.bench.trace import read_trace
 from pd_grpc.protocol import rpc
 from pd_grpc.protocol.config import EngineConfig, Sizes, Timeouts
@@ -33,11 +32,15 @@ def keys_of(command: str) -> set[str]:
 
 
 def report_of(path: Path, command: str, *options: str, timeout_s: float) -> dict[str, Any]:
-    """What a command that comes to its end has written."""
+    """What a command that comes to its end has written; it exits with 1 when that is bad, and says
+    why."""
     done = pd_grpc(*command.split(), *options, "--json", str(path), timeout_s=timeout_s)
     assert path.exists() and path.stat().st_size, done.stdout + done.stderr
     report: dict[str, Any] = json.loads(path.read_text())
     assert set(report) == keys_of(command)
+    wrong = (soak if command == "soak" else unplug).faults_of(report)
+    assert done.returncode == bool(wrong), done.stderr
+    assert "; ".join(wrong) in done.stderr
     return report
 
 
@@ -52,6 +55,7 @@ def test_a_soak_of_500_requests_loses_leaks_and_spoils_nothing(tmp_path: Path) -
     if report["stall_max_s"] < HEARTBEAT_S / 2:
         # A machine that stands still for as long takes all of its instances for lost.
         assert report["failed_by_code"] == {}, report["told"]
+        assert report["undetected"] == []
     assert set(report["faults_by_kind"]) == {"kill", "restart", "stop", "cut", "corrupt"}
     assert report["faults_injected"] >= 25
     assert report["recovered_by_retry"] + report["recovered_by_continuation"] > 0
@@ -63,10 +67,10 @@ def test_a_soak_of_500_requests_loses_leaks_and_spoils_nothing(tmp_path: Path) -
 async def test_a_short_unplug_run_breaks_no_stream() -> None:
     """A D is killed and then a P. How long a stream may be silent is for a longer run to say: here
     other tests keep the machine busy."""
-    scope = UnplugScope(
+    scope = unplug.UnplugScope(
         streams=8, seconds=2.5, every_s=1.0, seed=4, least_kills=2, sim_decode_scale=2.0
     )
-    report = await unplug(scope, tell=lambda line: None)
+    report = await unplug.unplug(scope, tell=lambda line: None)
     figures = ("broken_streams", "wrong_tokens", "leaked_blocks", "leaked_transfers")
     assert [report[name] for name in figures] == [0, 0, 0, 0], report["told"] + report["left_over"]
     assert report["killed_by_name"] == {"d1": 1, "p0": 1}
@@ -97,7 +101,7 @@ async def test_a_request_that_cannot_be_judged_ends_the_run() -> None:
     async with rpc.aio_channel("127.0.0.1:1", Timeouts(), Sizes()) as channel:
         stub = inference_pb2_grpc.InferenceServiceStub(channel)
     fleet = Fleet(FleetPlan())
-    run = Soak(fleet, stub, EngineConfig(engine="sim"), tell=print)
+    run = soak.Soak(fleet, stub, EngineConfig(engine="sim"), tell=print)
     (slot,) = plan_slots(1, 1, read_trace(None, 10))
     before = asyncio.all_tasks()
     run.send(slot.requests[0], Harmer(fleet))
