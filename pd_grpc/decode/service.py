@@ -141,7 +141,7 @@ class DecodeInference(inference_pb2_grpc.InferenceServiceServicer):
             outbox.keep_whole()
         try:
             # The machine answers within the budget; what follows is for the reader to take it.
-            await rpc.write_within(_write_all(outbox, context), budget_s + rpc.FAREWELL_S)
+            await rpc.write_within(_write_all(outbox, context), budget_s + rpc.STATUS_READ_S)
         except Fault as fault:
             await rpc.abort(context, fault)
         finally:

@@ -23,7 +23,7 @@ _LEAST_PING_MS = 100
 _LEAST_PATIENCE_MS = 300
 """However short a heartbeat is: a peer that is busy for a moment is no lost one."""
 
-FAREWELL_S = 1.0
+STATUS_READ_S = 1.0
 """How long a peer may take to read the status that ends its call."""
 
 STATUS_METADATA = "grpc-status-details-bin"
@@ -145,7 +145,7 @@ async def abort_with(
 ) -> NoReturn:
     """End the call with a status.
 
-    A peer that reads nothing holds the status back; after `FAREWELL_S` the handler ends without
+    A peer that reads nothing holds the status back; after `STATUS_READ_S` the handler ends without
     waiting for it to be taken.
     """
     aborting = context.abort(
@@ -154,7 +154,7 @@ async def abort_with(
         trailing_metadata=((STATUS_METADATA, status.SerializeToString()),),
     )
     try:
-        await asyncio.wait_for(aborting, FAREWELL_S)
+        await asyncio.wait_for(aborting, STATUS_READ_S)
     except asyncio.TimeoutError:
         raise asyncio.CancelledError from None
     raise AssertionError("abort returns never")

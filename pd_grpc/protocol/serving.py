@@ -31,7 +31,7 @@ ENDLESS_METHODS = frozenset(
 """Calls that last until one side leaves. A stopping server ends them at once instead of giving them
 its grace, which is for work."""
 
-FAREWELL_S = 0.5
+LAST_WORD_S = 0.5
 """How long a stopping server waits for the readers of endless calls to take its last word. One that
 has stopped reading would otherwise hold it for the whole grace."""
 
@@ -234,7 +234,7 @@ class ControlServer:
         work = asyncio.create_task(self.handlers.work_done())
         await asyncio.wait((stopped, work), return_when=asyncio.FIRST_COMPLETED)
         if not stopped.done():
-            await asyncio.wait((stopped,), timeout=FAREWELL_S)
+            await asyncio.wait((stopped,), timeout=LAST_WORD_S)
             await self.server.stop(None)
         await asyncio.gather(stopped, work, self.handlers.drained())
 

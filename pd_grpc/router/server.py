@@ -147,7 +147,7 @@ class RouterServer:
             for request in self.in_flight.running():
                 request.fail(the_router_leaves())
             # Their clients are told; one that reads nothing holds it back no longer than that.
-            await asyncio.wait([idle], timeout=rpc.FAREWELL_S)
+            await asyncio.wait([idle], timeout=rpc.STATUS_READ_S)
         finally:
             idle.cancel()
         self._drained.set()

@@ -136,7 +136,7 @@ class RouterService(inference_pb2_grpc.InferenceServiceServicer):
             tracing.end(route, error=error)
         try:
             call.start()
-            left = budget_ends - routing.clock.now() + rpc.FAREWELL_S
+            left = budget_ends - routing.clock.now() + rpc.STATUS_READ_S
             await rpc.write_within(_write_all(call, write), left)
         finally:
             await call.close()
