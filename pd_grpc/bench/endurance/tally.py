@@ -71,12 +71,18 @@ class Tally:
     wrong: int = 0
     told: list[dict[str, Any]] = field(default_factory=list)
     """The first requests with which something was wrong."""
+    _had_doubles: set[str] = field(default_factory=set)
+    """Names of which one call was refused because there was another."""
 
     def add(self, name: str, manner: Manner, reply: Reply, mistake: str, during: str) -> str:
         """Count one request. `mistake` says what is wrong with what came, if anything is; `during`
         what was going wrong in the system at its end. Returns in words that it failed, hung or was
-        answered wrongly; nothing otherwise."""
+        answered wrongly; nothing otherwise. Of two calls of one name, one may be refused for the
+        sake of the other: where both are, the second one fails."""
         found = verdict(manner, reply)
+        if found is Verdict.REFUSED and reply.fault and reply.fault.code is Code.ALREADY_EXISTS:
+            found = Verdict.FAILED if name in self._had_doubles else found
+            self._had_doubles.add(name)
         self.verdicts[found] += 1
         self.wrong += bool(mistake)
         fault = reply.fault

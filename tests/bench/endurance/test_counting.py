@@ -105,6 +105,21 @@ def test_counts_add_up_and_failures_are_told() -> None:
     ]
 
 
+def test_of_two_calls_of_one_name_no_more_than_one_may_be_refused_as_the_other() -> None:
+    tally = Tally()
+    refused = Reply(how=How.FAULT, fault=TWICE)
+    assert tally.add("r1", Manner.REPEATED, refused, "", "") == ""
+    assert tally.add("r1", Manner.DUPLICATE, whole(), "", "") == ""
+    assert tally.add("r2", Manner.DUPLICATE, refused, "", "") == ""
+    assert tally.add("r2", Manner.REPEATED, Reply(how=How.FAULT, fault=FULL), "", "") == ""
+    assert tally.figures()["failed_by_reason"] == {}
+    assert tally.add("r3", Manner.DUPLICATE, refused, "", "") == ""
+    assert "r3 failed" in tally.add("r3", Manner.REPEATED, refused, "", "kill p0")
+    figures = tally.figures()
+    assert figures["failed_by_reason"] == {"DUPLICATE_REQUEST": 1}
+    assert figures["refused_by_reason"] == {"DUPLICATE_REQUEST": 3, "NO_BLOCKS": 1}
+
+
 GOOD: dict[str, Any] = {
     "sent": 3,
     "requests": 3,
