@@ -49,6 +49,9 @@ _FEWEST_TOKENS = 2
 """By so many an attempt has brought its request on."""
 
 
+_TIMERS = ("budget", "wait", "again", "settle")
+
+
 class Kind(enum.Enum):
     """How a request is tried elsewhere."""
 
@@ -176,6 +179,11 @@ class RecoveringRequest:
         """When to call `on_time`."""
         times = [at for at in (self.timers.next(), self.request.timers.next()) if at is not None]
         return min(times, default=None)
+
+    def timer_at(self, at: float) -> str:
+        """What is due then, as an operator reads it."""
+        both = (self.timers, self.request.timers)
+        return next(name for name in _TIMERS if any(timers.at(name) == at for timers in both))
 
     def start(self, now: float) -> list[Action]:
         """Open both legs of the first attempt, unless it was ended before."""

@@ -157,9 +157,10 @@ class RoutedCall:
             info.last_error.CopyFrom(self._fault.status())
         if not self._machine.ended:
             info.holder = "the client's stream"
-            info.waits_for = f"stage '{self._machine.stage}'"
+            stage = f"stage '{self._machine.stage}'"
+            info.waits_for = "another instance" if self._machine.seeking else stage
             if (at := self._machine.next_timer()) is not None:
-                info.next_timer = "settle" if at < self._machine.budget_ends else "budget"
+                info.next_timer = self._machine.timer_at(at)
                 info.next_timer_in.CopyFrom(duration(at - now))
         return info
 

@@ -6,9 +6,14 @@ import asyncio
 from collections.abc import AsyncIterator
 from typing import Any
 
+import pytest
+
 from pd_grpc.protocol.faults import Fault, Reason
-from tests.router.pairs import STUCK, go_on, go_on_elsewhere, pairs, saying, text_of
+from pd_grpc.v1 import admin_pb2
+from tests.router.answers import until_ready
+from tests.router.pairs import STUCK, Pairs, go_on, go_on_elsewhere, pairs, saying, text_of
 from tests.router.scripted import handed_off
+from tests.waiting import until
 
 
 async def test_a_decode_alone_knows_each_attempt_by_a_name_of_its_own() -> None:
@@ -48,3 +53,30 @@ async def test_a_request_that_is_told_to_come_again_watches_for_instances_once()
 
 def _watches_instances(task: asyncio.Task[Any]) -> bool:
     return getattr(task.get_coro(), "__name__", "") == "_watch_instances"
+
+
+@pytest.mark.parametrize(("again_s", "timer"), [(None, "wait"), (30.0, "again")])
+async def test_an_operator_sees_that_a_request_waits_for_another_instance(
+    again_s: float | None, timer: str
+) -> None:
+    async with pairs(retry_wait_s=60.0) as site:
+        await site.d2.stop()
+        await asyncio.wait_for(until_ready(site.router, "d2", False), 5)
+        stuck = Fault(Reason.ENGINE_STUCK, "the engine has stopped", retry_after_s=again_s)
+        go_on_elsewhere(site, saying(2, stuck))
+        call = site.ask()
+        await call.read()
+        info = await asyncio.wait_for(_seen_elsewhere_than_in_a_stage(site), 5)
+        assert (info.waits_for, info.next_timer) == ("another instance", timer)
+        assert 0 < info.next_timer_in.seconds < 60
+        call.cancel()
+        await until(lambda: not len(site.router.in_flight))
+
+
+async def _seen_elsewhere_than_in_a_stage(site: Pairs) -> admin_pb2.TransferInfo:
+    """The one request, as the router shows it once it waits for something else."""
+    while True:
+        listed = await site.admin.ListTransfers(admin_pb2.ListTransfersRequest())
+        (info,) = listed.transfers
+        if not info.waits_for.startswith("stage "):
+            return info
