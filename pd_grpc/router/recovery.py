@@ -64,10 +64,10 @@ class RecoveryRules:
     """What a router tries elsewhere, how often, and how long it waits for somebody; see
     `RouterConfig`."""
 
-    retry: bool = True
-    continuation: bool = True
-    attempts: int = 4
-    wait_s: float = 1.0
+    retry: bool
+    continuation: bool
+    attempts: int
+    wait_s: float
 
 
 @dataclass

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
+from pd_grpc.protocol.config import RouterConfig
 from pd_grpc.protocol.faults import Code, Fault, Reason, TransportFault
 from pd_grpc.router.machine import Action as AttemptAction
 from pd_grpc.router.machine import (
@@ -25,10 +26,12 @@ from pd_grpc.router.recovery import (
     Seek,
 )
 from pd_grpc.router.retry_budget import RetryBudget
+from pd_grpc.router.server import recovery_of
 
 P1, P2, P3 = Target("p1", "h:1", 7), Target("p2", "h:2", 7), Target("p3", "h:3", 7)
 D1, D2, D3 = Target("d1", "h:11", 7), Target("d2", "h:12", 7), Target("d3", "h:13", 7)
 GRACE_S, SETTLE_S, WAIT_S, BUDGET_ENDS = 1.0, 0.5, 1.0, 60.0
+RULES = replace(recovery_of(RouterConfig()).rules, wait_s=WAIT_S)
 LOST = TransportFault(Code.UNAVAILABLE, "connection reset")
 
 
@@ -45,7 +48,7 @@ class World:
 
     prefill: list[Target] = field(default_factory=lambda: [P1, P2])
     decode: list[Target] = field(default_factory=lambda: [D1, D2])
-    rules: RecoveryRules = field(default_factory=lambda: RecoveryRules(wait_s=WAIT_S))
+    rules: RecoveryRules = RULES
     budget: RetryBudget = field(default_factory=lambda: RetryBudget(10, 0.5))
     others_out_of_reach: bool = False
     whole: bool = False

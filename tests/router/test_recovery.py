@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 
@@ -18,7 +19,7 @@ from pd_grpc.router.machine import (
     TransferVerdict,
 )
 from pd_grpc.router.policies import Pairing, Target
-from pd_grpc.router.recovery import Kind, RecoveringRequest, RecoveryRules
+from pd_grpc.router.recovery import Kind, RecoveringRequest
 from pd_grpc.router.retry_budget import RetryBudget
 from tests.router.recovering import (
     BUDGET_ENDS,
@@ -29,6 +30,7 @@ from tests.router.recovering import (
     LOST,
     P1,
     P2,
+    RULES,
     SETTLE_S,
     WAIT_S,
     World,
@@ -344,7 +346,7 @@ def test_a_time_to_come_again_that_is_noticed_too_late_is_the_last_one() -> None
 
 
 def test_to_be_told_when_to_come_again_counts_for_no_attempt_for_a_while() -> None:
-    world = World([P1], [D1], RecoveryRules(attempts=2, wait_s=1.0)).start()
+    world = World([P1], [D1], replace(RULES, attempts=2, wait_s=1.0)).start()
     not_now = Fault(Reason.DECODE_LOST, "not asked again for 0.3 s", retry_after_s=0.3)
     now = 1.0
     for attempt in (2, 3, 4, 5):
@@ -366,7 +368,7 @@ def test_who_says_when_to_come_again_is_not_tried_before() -> None:
 
 
 def test_a_wait_of_no_time_is_none() -> None:
-    rules = RecoveryRules(wait_s=0)
+    rules = replace(RULES, wait_s=0)
     world = World(decode=[D1], rules=rules, others_out_of_reach=True).start()
     assert failure(world.decode_fails(LOST, 2.0)).reason is Reason.DECODE_LOST
 
@@ -415,7 +417,7 @@ def test_who_failed_a_request_may_have_it_again_once_it_came_on() -> None:
 
 def test_so_many_attempts_in_a_row_may_bring_a_request_no_further() -> None:
     decodes = [Target(f"d{i}", f"h:2{i}", 7) for i in range(10)]
-    world = World([P1], decodes, RecoveryRules(attempts=4)).start()
+    world = World([P1], decodes, replace(RULES, attempts=4)).start()
     for attempt in range(2, 5):
         # The first token is P's: D dies of its first step.
         world.tokens(1, float(attempt))
@@ -454,7 +456,7 @@ def test_the_budget_of_a_request_that_fails_elsewhere_too_is_lost() -> None:
 
 
 def test_who_is_only_told_when_to_come_again_takes_nothing_of_the_budget() -> None:
-    rules = RecoveryRules(wait_s=1.0)
+    rules = replace(RULES, wait_s=1.0)
     world = World([P1], [D1], rules, RetryBudget(2, 0.5)).start()
     not_now = Fault(Reason.DECODE_LOST, "not asked again for 0.3 s", retry_after_s=0.3)
     now = 1.0
@@ -485,7 +487,7 @@ def test_a_failure_when_the_time_is_over_opens_nothing_more() -> None:
 
 
 def test_the_time_ends_while_others_are_waited_for() -> None:
-    rules = RecoveryRules(wait_s=100)
+    rules = replace(RULES, wait_s=100)
     world = World(decode=[D1], rules=rules, others_out_of_reach=True).start().streaming()
     world.decode_fails(LOST, 2.0)
     assert world.request.next_timer() == BUDGET_ENDS
@@ -497,7 +499,7 @@ def test_the_time_ends_while_others_are_waited_for() -> None:
 
 
 def test_retries_can_be_turned_off_alone() -> None:
-    rules = RecoveryRules(retry=False)
+    rules = replace(RULES, retry=False)
     without_token = World(rules=rules).start()
     told = failure(without_token.prefill_fails(fault(Reason.SENDER_STUCK), 1.0))
     assert told.reason is Reason.SENDER_STUCK
@@ -505,7 +507,7 @@ def test_retries_can_be_turned_off_alone() -> None:
 
 
 def test_continuations_can_be_turned_off_alone() -> None:
-    rules = RecoveryRules(continuation=False)
+    rules = replace(RULES, continuation=False)
     in_mid_answer = World(rules=rules).start().streaming()
     assert failure(in_mid_answer.decode_fails(LOST, 2.0)).reason is Reason.DECODE_LOST
     world = World(rules=rules).start()

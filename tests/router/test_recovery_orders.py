@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -19,9 +20,9 @@ from pd_grpc.router.machine import (
     TransferVerdict,
 )
 from pd_grpc.router.policies import Target
-from pd_grpc.router.recovery import Action, Begin, RecoveryRules
+from pd_grpc.router.recovery import Action, Begin
 from pd_grpc.router.retry_budget import RetryBudget
-from tests.router.recovering import BUDGET_ENDS, World
+from tests.router.recovering import BUDGET_ENDS, RULES, World
 
 PREFILLS = [Target(f"p{i}", f"h:{i}", 1) for i in range(3)]
 DECODES = [Target(f"d{i}", f"h:1{i}", 1) for i in range(3)]
@@ -157,7 +158,7 @@ def test_any_order_ends_once_leaves_no_leg_open_and_counts_attempts(
     world = Watched(
         PREFILLS[:prefills],
         DECODES[:decodes],
-        RecoveryRules(wait_s=0.5),
+        replace(RULES, wait_s=0.5),
         RetryBudget(burst, 0.0),
         others_out_of_reach=not reachable,
     )
