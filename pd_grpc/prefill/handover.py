@@ -3,7 +3,6 @@ D has both."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -23,6 +22,7 @@ from pd_grpc.prefill.grants import send_plan
 from pd_grpc.prefill.requests import Requests, Timer
 from pd_grpc.prefill.sender_watch import SenderWatch
 from pd_grpc.prefill.sessions import backoff_s
+from pd_grpc.prefill.shard_silence import ShardSilence
 from pd_grpc.prefill.states import PrefillRecord, PrefillState, Stream
 from pd_grpc.prefill.validation import ModelLimits
 from pd_grpc.protocol.config import PrefillConfig
@@ -75,6 +75,7 @@ class Handover:
         self._conversations = conversations
         self._fail = fail
         self._handed_off = handed_off
+        self.silence = ShardSilence(requests, config, conversations, fail)
         self.watch = SenderWatch(requests, config, limits.layout, conversations, fail)
 
     # --- KV ------------------------------------------------------------------------------------
@@ -94,23 +95,14 @@ class Handover:
             return
         record.times.kv_acked = now
         record.acked_bytes[event.shard] = event.acked_bytes
-        self._progressed(record)
-
-    def reopened(self, key: TransferKey, now: float) -> None:
-        """A stream that had broken has reached its shard again, and may go on: how long the shard
-        may be silent now is the sender's to count, for it alone knows what the shard owes."""
-        record = self._requests.in_flight.get(key)
-        if record is None or record.shard_silent_since is None:
-            self._requests.late_events += 1
-            return
-        self._requests.timers.cancel(Timer("kv", record.key))
+        self.silence.ended(record)
 
     def completed(self, key: TransferKey, shard: int, now: float) -> None:
         """A shard has everything."""
         record = self._ended(key, shard, Stream.COMPLETED)
         if record is not None:
             record.times.kv_acked = now
-            self._progressed(record)
+            self.silence.ended(record)
             self._try_hand_off(record, now)
 
     def closed(self, key: TransferKey, shard: int) -> None:
@@ -118,8 +110,7 @@ class Handover:
         self._ended(key, shard, Stream.CLOSED)
 
     def broken(self, event: TransferBroken, now: float) -> None:
-        """A stream has ended too early. D's own word is final; without one it is opened again,
-        until D's grace is over: a session whose connection is lost has no longer either."""
+        """A stream has ended too early. D's own word is final; without one it is opened again."""
         record = self._requests.get(event.key)
         if record is None or record.streams.get(event.shard) is not Stream.OPEN:
             self._requests.late_events += 1
@@ -136,14 +127,10 @@ class Handover:
         if not again:
             self._fail(record, _of_transfer(fault, record), now, True)
             return
+        again_at = now + self._config.reconnect_min_s
+        self._requests.timers.set(Timer("reopen", record.key, event.shard), again_at)
         lost = isinstance(fault, TransportFault)
-        record.shard_lost = _of_transfer(fault, record) if lost else None
-        timers, kv = self._requests.timers, Timer("kv", record.key)
-        timers.set(Timer("reopen", record.key, event.shard), now + self._config.reconnect_min_s)
-        if record.shard_silent_since is None or not owed:
-            record.shard_silent_since = now
-        until = min(now + self._grace_s(record), timers.at(kv) or math.inf)
-        timers.set(kv, min(until, record.shard_silent_since + self._kv_progress_s(record)))
+        self.silence.lost(record, _of_transfer(fault, record) if lost else None, owed, now)
 
     def reopen(self, key: TransferKey, shard: int, now: float) -> None:
         """The back-off of a broken stream is over. Without a session it waits for the next one."""
@@ -152,18 +139,6 @@ class Handover:
             return
         if record.streams.get(shard) is Stream.BROKEN and self._reachable(record):
             self._open(record, shard, now)
-
-    def no_progress(self, key: TransferKey, now: float) -> None:
-        """A broken stream has not come back in time. While there is no session either, its grace
-        decides."""
-        record = self._requests.in_flight.get(key)
-        if record is None or record.grant is None:
-            return
-        if self._reachable(record):
-            silent = no_answer(record.grant.endpoint, "transfer")
-            self._fail(record, record.shard_lost or silent, now, True)
-        else:
-            self._requests.timers.set(Timer("kv", key), now + self._grace_s(record))
 
     def session_up(self, record: PrefillRecord, now: float) -> None:
         """D can be reached again: go on with what waited for that."""
@@ -329,20 +304,6 @@ class Handover:
         sampling = replace(record.sampling, max_tokens=min(record.sampling.max_tokens, room))
         generated = record.request.generated_token_ids
         return StopRule(sampling, self._limits.eos_token_ids, self._tokenizer, generated)
-
-    def _progressed(self, record: PrefillRecord) -> None:
-        record.shard_silent_since = None
-        self._requests.timers.cancel(Timer("kv", record.key))
-
-    def _grace_s(self, record: PrefillRecord) -> float:
-        """D's grace, or what one more try takes."""
-        assert record.grant is not None
-        grace_s = seconds(self._conversations[record.grant.endpoint].welcome.grace)
-        return max(grace_s, self._config.reconnect_max_s)
-
-    def _kv_progress_s(self, record: PrefillRecord) -> float:
-        assert record.grant is not None
-        return self._conversations[record.grant.endpoint].kv_progress_s
 
     def _reachable(self, record: PrefillRecord) -> bool:
         return record.grant is not None and self._conversations.is_open(record.grant.endpoint)

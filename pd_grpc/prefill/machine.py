@@ -149,7 +149,7 @@ class PrefillMachine:
         elif isinstance(event, ev.KvAcked):
             self.handover.acked(event, now)
         elif isinstance(event, ev.TransferReopened):
-            self.handover.reopened(event.key, now)
+            self.handover.silence.reached(event.key)
         elif isinstance(event, ev.TransferCompleted):
             self.handover.completed(event.key, event.shard, now)
         elif isinstance(event, ev.TransferBroken):
@@ -181,7 +181,7 @@ class PrefillMachine:
             if record is not None:
                 self._fail(record, stage_deadline(stage_of(record)), now, True)
         elif timer.kind == "kv":
-            self.handover.no_progress(timer.key, now)
+            self.handover.silence.too_long(timer.key, now)
         elif timer.kind == "first_token":
             self.handover.resend_first_token(timer.key, now)
         else:

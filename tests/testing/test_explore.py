@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from pd_grpc.prefill.handover import Handover
+from pd_grpc.prefill.shard_silence import ShardSilence
 from pd_grpc.protocol.faults import Reason
 from pd_grpc.protocol.refs import TransferKey
 from pd_grpc.testing.explore import explore, replay, walk
@@ -72,13 +72,13 @@ def test_a_drain_refuses_or_lets_finish() -> None:
 
 def test_p_hears_of_a_shard_that_is_reached_again(monkeypatch: pytest.MonkeyPatch) -> None:
     heard: list[TransferKey] = []
-    right = Handover.reopened
+    right = ShardSilence.reached
 
-    def noted(self: Handover, key: TransferKey, now: float) -> None:
+    def noted(self: ShardSilence, key: TransferKey) -> None:
         heard.append(key)
-        right(self, key, now)
+        right(self, key)
 
-    monkeypatch.setattr(Handover, "reopened", noted)
+    monkeypatch.setattr(ShardSilence, "reached", noted)
     for seed in range(60):
         walked = walk(replace(SMALL, faults=("lose",)), seed)
         assert not walked.found, walked
