@@ -203,6 +203,9 @@ class RouterConfig(ServerConfig):
     settle_s: float = Field(
         0.5, ge=0, description="how long one leg's news waits for the other leg's own word"
     )
+    watch_backoff_max_s: float = Field(
+        5.0, gt=0, description="longest wait before an instance that answers wrongly is asked again"
+    )
     retry: bool = Field(
         True, description="try a request that has no token yet elsewhere when an instance fails it"
     )

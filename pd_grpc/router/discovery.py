@@ -40,7 +40,6 @@ _SERVICES = {
     types_pb2.ROLE_DECODE: "pd_grpc.v1.DecodeService",
 }
 _ROLE_NAMES = {types_pb2.ROLE_PREFILL: "prefill", types_pb2.ROLE_DECODE: "decode"}
-_LONGEST_BACK_OFF_S = 5.0
 _UNTOLD = 2**32
 """In place of a limit that no instance tells: theirs to refuse."""
 
@@ -228,7 +227,7 @@ class Discovery:
             back_off_s = (
                 self._config.reconnect_min_s
                 if was_ready
-                else min(2 * back_off_s, _LONGEST_BACK_OFF_S)
+                else min(2 * back_off_s, self._config.watch_backoff_max_s)
             )
             # Bounds the rate where the connection holds and the answer is wrong.
             await asyncio.sleep(back_off_s)

@@ -14,12 +14,14 @@ import pytest
 
 from pd_grpc.engine.sim_tokenizer import SimTokenizer
 from pd_grpc.protocol import rpc
+from pd_grpc.protocol.config import RouterConfig
 from pd_grpc.protocol.faults import Code, Fault, Reason
 from pd_grpc.protocol.messages import duration, seconds
 from pd_grpc.router.intake import RoutableRequest
 from pd_grpc.router.legs import AttemptLegs
 from pd_grpc.router.recovery import RecoveringRequest
 from pd_grpc.router.runtime import RoutedCall
+from pd_grpc.router.server import start_router
 from pd_grpc.v1 import admin_pb2, inference_pb2, sampling_pb2, types_pb2
 from tests.router.answers import (
     GREEDY,
@@ -33,7 +35,7 @@ from tests.router.answers import (
 )
 from tests.router.conftest import VOCAB, Site, sited
 from tests.router.pairs import pairs
-from tests.router.scripted import handed_off, last, refusing, tokens
+from tests.router.scripted import Scripted, handed_off, last, refusing, tokens
 from tests.waiting import until
 
 # --- instances ------------------------------------------------------------------------------------
@@ -82,6 +84,29 @@ async def test_an_instance_that_was_replaced_is_met_under_its_new_epoch(site: Si
     hello(site)
     await site.answer()
     assert site.d1.requests[-1].handoff.ref.decode_epoch == 8
+
+
+async def test_an_instance_of_another_role_is_asked_again_at_least_so_often() -> None:
+    class Wrong(Scripted):
+        asked = 0
+
+        def server_info(self) -> admin_pb2.ServerInfo:
+            self.asked += 1
+            return super().server_info()
+
+    wrong = Wrong(types_pb2.ROLE_DECODE, "d1")
+    wrong.instance.role = types_pb2.ROLE_PREFILL
+    await wrong.start()
+    config = RouterConfig(
+        decode=(wrong.endpoint,), aggregated=True, reconnect_min_s=0.01, watch_backoff_max_s=0.02
+    )
+    router = await start_router(config, SimTokenizer(VOCAB))
+    try:
+        await until(lambda: wrong.asked >= 20, 5)
+        assert not router.ready
+    finally:
+        await router.stop()
+        await wrong.stop()
 
 
 # --- operators ------------------------------------------------------------------------------------
