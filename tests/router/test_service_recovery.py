@@ -239,8 +239,10 @@ async def test_a_request_that_waits_ends_with_what_happened_when_nobody_comes() 
         assert isinstance(fault, Fault) and fault.reason is Reason.ENGINE_STUCK
 
 
-async def test_a_new_request_waits_a_moment_for_a_role_that_is_out_of_reach() -> None:
-    async with pairs(retry_wait_s=5.0, reconnect_max_s=0.1) as site:
+@pytest.mark.parametrize("tries", [True, False])
+async def test_a_new_request_waits_a_moment_for_a_role_that_is_out_of_reach(tries: bool) -> None:
+    allowed = {"retry": tries, "continuation": tries}
+    async with pairs(retry_wait_s=5.0, reconnect_max_s=0.1, **allowed) as site:
         for instance in (site.d1, site.d2):
             await instance.stop()
         for name in ("d1", "d2"):
