@@ -77,6 +77,6 @@ async def _seen_elsewhere_than_in_a_stage(site: Pairs) -> admin_pb2.TransferInfo
     """The one request, as the router shows it once it waits for something else."""
     while True:
         listed = await site.admin.ListTransfers(admin_pb2.ListTransfersRequest())
-        (info,) = listed.transfers
+        info: admin_pb2.TransferInfo = listed.transfers[0]
         if not info.waits_for.startswith("stage "):
             return info

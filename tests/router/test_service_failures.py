@@ -209,7 +209,7 @@ async def test_a_leg_that_cannot_be_opened_again_fails_its_request(site: Site) -
 async def unusable(site: Site, instance: Scripted, leg: str) -> AsyncIterator[None]:
     """While this is entered, a leg to the instance is opened on a channel that is closed."""
     closed = grpc.aio.insecure_channel(instance.endpoint)
-    await closed.close()
+    await closed.close(None)
     view = site.router.discovery.at(instance.endpoint)
     usable = getattr(view, leg)
     setattr(view, leg, type(usable)(closed))
