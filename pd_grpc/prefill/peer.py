@@ -139,9 +139,9 @@ class DecodePeer:
 
     def allocate(self, asked: act.SendAllocate, metadata: Metadata) -> None:
         """Ask for blocks: a future, whose callback comes on a thread of grpc's."""
-        connection = self._connect(asked.link)
-        stub = decode_pb2_grpc.DecodeServiceStub(connection.channel)
         try:
+            connection = self._connect(asked.link)
+            stub = decode_pb2_grpc.DecodeServiceStub(connection.channel)
             future = stub.Allocate.future(
                 asked.request, timeout=asked.timeout_s, metadata=tuple(metadata)
             )

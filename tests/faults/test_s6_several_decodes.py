@@ -131,3 +131,25 @@ async def test_a_call_that_cannot_be_made_fails_its_request_alone(
                     assert isinstance(fault, Fault) and fault.reason is Reason.ENGINE_ERROR
             else:
                 assert prefill.fault is None and generate.tokens == answer_to(request)
+
+
+async def test_a_channel_that_cannot_be_made_fails_one_request_alone() -> None:
+    made: list[grpc.Channel] = []
+
+    def odd_at_first(channel: grpc.Channel) -> grpc.Channel:
+        made.append(channel)
+        if len(made) == 1:
+            raise Odd("no channel")
+        return channel
+
+    async with running() as cluster:
+        d = await cluster.decode()
+        p = await cluster.prefill(interceptors=Interceptors(futures=odd_at_first))
+        requests = [request_to(d, random_seed=n) for n in range(5)]
+        outcomes = await asyncio.wait_for(
+            asyncio.gather(*(cluster.run(p, d, each) for each in requests)), 10
+        )
+        faults = [prefill.fault for prefill, _ in outcomes if prefill.fault is not None]
+        assert [isinstance(f, Fault) and f.reason for f in faults] == [Reason.ENGINE_ERROR]
+        for request, (prefill, generate) in zip(requests, outcomes, strict=True):
+            assert prefill.fault is not None or generate.tokens == answer_to(request)
