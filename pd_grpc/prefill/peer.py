@@ -16,8 +16,7 @@ from pd_grpc.prefill import actions as act
 from pd_grpc.prefill import events as ev
 from pd_grpc.protocol import interception, rpc
 from pd_grpc.protocol.config import PrefillConfig
-from pd_grpc.protocol.faults import Code, Fault, TransportFault
-from pd_grpc.protocol.interception import Interceptors
+from pd_grpc.protocol.interception import Guard, Interceptors
 from pd_grpc.protocol.posting import post
 from pd_grpc.protocol.refs import TransferKey
 from pd_grpc.v1 import decode_pb2, decode_pb2_grpc
@@ -139,14 +138,14 @@ class DecodePeer:
 
     def allocate(self, asked: act.SendAllocate, metadata: Metadata) -> None:
         """Ask for blocks: a future, whose callback comes on a thread of grpc's."""
-        try:
+        with Guard() as guard:
             connection = self._connect(asked.link)
             stub = decode_pb2_grpc.DecodeServiceStub(connection.channel)
             future = stub.Allocate.future(
                 asked.request, timeout=asked.timeout_s, metadata=tuple(metadata)
             )
-        except Exception as error:  # noqa: BLE001 - an embedder's code may raise anything
-            self._feed(ev.AllocateAnswered(asked, None, _failure(error)))
+        if guard.fault is not None:
+            self._feed(ev.AllocateAnswered(asked, None, guard.fault))
             return
         connection.in_flight += 1
         self._allocates[asked.key, asked.ask] = future
@@ -207,31 +206,27 @@ class DecodePeer:
         if connection is not self._connection and not connection.in_flight:
             connection.channel.close()
         self._allocates.pop((asked.key, asked.ask), None)
+        answer = None
         try:
-            answer = ended.result()
+            with Guard() as guard:
+                answer = ended.result()
         except grpc.FutureCancelledError:
             return
-        except Exception as error:  # noqa: BLE001 - as above
-            self._feed(ev.AllocateAnswered(asked, None, _failure(error)))
-        else:
-            self._feed(ev.AllocateAnswered(asked, answer, None))
+        self._feed(ev.AllocateAnswered(asked, answer, guard.fault))
 
     async def _send_first_token(self, sent: act.SendFirstToken, metadata: Metadata) -> None:
-        try:
+        state = None
+        with Guard() as guard:
             answer = await self._stub.SendFirstToken(
                 sent.request, timeout=sent.timeout_s, metadata=tuple(metadata)
             )
-        except Exception as error:  # noqa: BLE001 - as above
-            self._feed(ev.FirstTokenAnswered(sent.key, sent.attempt, None, _failure(error)))
-        else:
-            self._feed(ev.FirstTokenAnswered(sent.key, sent.attempt, answer.state, None))
+            state = answer.state
+        self._feed(ev.FirstTokenAnswered(sent.key, sent.attempt, state, guard.fault))
 
     async def _release(self, sent: act.SendRelease) -> None:
-        fault = None
-        try:
+        with Guard() as guard:
             await self._stub.Release(sent.request, timeout=sent.timeout_s)
-        except Exception as error:  # noqa: BLE001 - as above
-            fault = _failure(error)
+        if (fault := guard.fault) is not None:
             extra = {"transfer_id": sent.key.transfer_id}
             log.info("%s was not released on %s: %s", sent.key, self._endpoint, fault, extra=extra)
         self._feed(ev.ReleaseAnswered(sent, fault))
@@ -240,15 +235,6 @@ class DecodePeer:
         task = self._loop.create_task(work)
         self._calls.add(task)
         task.add_done_callback(self._calls.discard)
-
-
-def _failure(error: Exception) -> Fault | TransportFault:
-    """Of a call that was not answered. What interceptors raise while it is made is a failure of its
-    request alone."""
-    if isinstance(error, grpc.RpcError):
-        return rpc.read_error(error)
-    log.error("a call to D could not be made", exc_info=error)
-    return TransportFault(Code.INTERNAL, f"the call could not be made: {error!r}")
 
 
 PeerFactory = Callable[[str, PrefillConfig, Feed], DecodePeer]

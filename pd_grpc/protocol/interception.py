@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
+from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 import grpc
 import grpc.aio
 
+from pd_grpc.protocol import rpc
+from pd_grpc.protocol.faults import Code, Fault, TransportFault
+
 if TYPE_CHECKING:  # generic in the stubs alone
     ServerInterceptor = grpc.aio.ServerInterceptor[Any, Any]
 else:
     ServerInterceptor = grpc.aio.ServerInterceptor
+
+
+log = logging.getLogger("pd_grpc")
 
 
 def _as_it_is(channel: grpc.Channel) -> grpc.Channel:
@@ -37,3 +45,33 @@ class Interceptors:
 
 NONE = Interceptors()
 """Nothing in between."""
+
+
+class Guard:
+    """Around the making of a call: what is raised by it becomes its `fault`, and is raised no more.
+
+    An embedder's code may raise anything; that is the end of the one call, INTERNAL. Only the
+    FutureCancelledError of a call that we have cancelled passes, for nobody waits for its answer.
+    """
+
+    def __init__(self) -> None:
+        self.fault: Fault | TransportFault | None = None
+
+    def __enter__(self) -> Guard:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> bool:
+        if not isinstance(error, Exception) or isinstance(error, grpc.FutureCancelledError):
+            return False
+        if isinstance(error, grpc.RpcError):
+            self.fault = rpc.read_error(error)
+        else:
+            log.error("a call could not be made", exc_info=error)
+            text = f"the call could not be made: {error!r}"
+            self.fault = TransportFault(Code.INTERNAL, text)
+        return True
