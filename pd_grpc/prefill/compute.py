@@ -57,11 +57,14 @@ class Compute:
         """A request is prepared."""
         self._scheduler.add(record)
 
-    def ended(
-        self, record: PrefillRecord, state: PrefillState, fault: Fault | None, now: float
-    ) -> None:
+    def forget(self, record: PrefillRecord) -> None:
         """A request has ended. Its part of the step that runs is computed to the end."""
         self._scheduler.remove(record)
+
+    def learn(
+        self, record: PrefillRecord, state: PrefillState, fault: Fault | None, now: float
+    ) -> None:
+        """How long one took that has ended says how long others need."""
         if record.times.compute is None:
             return
         served = Served(0.0, now - record.times.compute, len(record.tokens))

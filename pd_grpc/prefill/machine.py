@@ -300,7 +300,8 @@ class PrefillMachine:
     ) -> None:
         self.handover.forget(record)
         self.placement.forget(record, fault if tell else None, now)
-        self.compute.ended(record, state, fault, now)
+        self.compute.forget(record)
+        self.compute.learn(record, state, fault, now)
         self.requests.end(record, state, fault, now)
 
     # --- the operator --------------------------------------------------------------------------
