@@ -15,7 +15,7 @@ from pd_grpc.cli.long_run import check_place
 def explore(
     states: Annotated[
         int, typer.Option(metavar="N", min=0, help="Distinct states to search, at most.")
-    ] = 1_200_000,
+    ] = 1_600_000,
     seconds: Annotated[
         float, typer.Option(metavar="S", min=0, help="How long the search may take.")
     ] = 3600.0,
@@ -33,7 +33,7 @@ def explore(
     ] = None,
 ) -> None:
     """Let two prefills, two decodes and two routed requests meet every order of deliver, lose,
-    repeat, delay, freeze, crash and restart, in one thread and virtual time.
+    repeat, delay, corrupt, freeze, crash, restart and drain, in one thread and virtual time.
 
     Exits with 1 when an invariant does not hold, with the list of events that leads there.
     """

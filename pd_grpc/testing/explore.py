@@ -11,14 +11,14 @@ from dataclasses import replace
 from time import monotonic
 
 from pd_grpc.testing.explorer.report import Report
-from pd_grpc.testing.explorer.scenario import FULL, Scenario
+from pd_grpc.testing.explorer.scenario import ALL, Scenario
 from pd_grpc.testing.explorer.search import Search, Searched
 from pd_grpc.testing.explorer.walks import Walked, replay, walk
 from pd_grpc.testing.explorer.world import World
 
 __all__ = ["DEFAULT_STATES", "MOST_FAULTS", "Report", "explore", "replay", "walk"]
 
-DEFAULT_STATES = 1_200_000
+DEFAULT_STATES = 1_600_000
 MOST_FAULTS = 2
 """Faults on one path of a search."""
 
@@ -28,7 +28,7 @@ def explore(
     seconds: float = 3600.0,
     walks: int = 0,
     seed: int = 0,
-    scenarios: Sequence[Scenario] = FULL,
+    scenarios: Sequence[Scenario] = ALL,
     most_faults: int = MOST_FAULTS,
     tell: Callable[[str], None] = lambda line: None,
 ) -> Report:

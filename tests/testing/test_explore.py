@@ -12,8 +12,17 @@ from pd_grpc.protocol.refs import TransferKey
 from pd_grpc.testing.explore import explore, replay, walk
 from pd_grpc.testing.explorer.client_process import ClientProcess
 from pd_grpc.testing.explorer.report import Report
-from pd_grpc.testing.explorer.scenario import DIRECT, FULL, ONE_DECODE, SMALL, TWO_DECODES, Scenario
+from pd_grpc.testing.explorer.scenario import (
+    DIRECT,
+    FULL,
+    ONE_DECODE,
+    RECOVERY,
+    SMALL,
+    TWO_DECODES,
+    Scenario,
+)
 from pd_grpc.testing.explorer.walks import NoSuchMove
+from pd_grpc.testing.explorer.world import State, World
 
 
 def is_clean(report: Report) -> None:
@@ -29,7 +38,7 @@ def test_one_request_goes_well_in_every_order_without_a_fault() -> None:
     assert report.states > 10_000
 
 
-@pytest.mark.parametrize("scenario", [SMALL, DIRECT, ONE_DECODE, TWO_DECODES, FULL[0]])
+@pytest.mark.parametrize("scenario", [SMALL, DIRECT, ONE_DECODE, TWO_DECODES, FULL[0], *RECOVERY])
 def test_nothing_goes_wrong_in_a_short_search_with_faults(scenario: Scenario) -> None:
     report = explore(states=8_000, scenarios=[scenario], most_faults=2)
 
@@ -53,14 +62,36 @@ def results_of(scenario: Scenario, fault: str) -> set[str]:
         assert not walked.found, walked
         if walked.faults:
             world, state, _ = replay(replace(scenario, faults=(fault,)), walked.moves)
-            process = world.process(state, "c1")
-            assert isinstance(process, ClientProcess)
-            results.add(process.result)
+            results.add(client(world, state).result)
     return results
+
+
+def client(world: World, state: State) -> ClientProcess:
+    process = world.process(state, "c1")
+    assert isinstance(process, ClientProcess)
+    return process
 
 
 def test_a_corrupt_chunk_ends_the_request_and_is_never_a_token() -> None:
     assert results_of(SMALL, "corrupt") == {Reason.KV_CORRUPT.name}
+
+
+def test_a_fault_on_the_way_is_made_good_elsewhere() -> None:
+    """With two of each, whatever happens to one request's calls and instances."""
+    for fault in ("lose", "crash", "corrupt", "drain"):
+        assert results_of(RECOVERY[0], fault) == {"ok"}, fault
+
+
+def test_a_whole_answer_is_not_lost_with_the_last_word_of_it() -> None:
+    world = World(RECOVERY[0])
+    state = world.root()
+    while len(client(world, state).tokens) < RECOVERY[0].max_tokens:
+        state, _ = world.after(state, world.moves(state)[0])
+    (lost,) = (m for m in world.faults(state) if world.label(m).startswith("lose generate"))
+    state, _ = world.after(state, lost)
+
+    assert client(world, state).result == ""
+    assert world.wrong_at_the_end(state, faults=1)[1] == []
 
 
 def test_a_drain_refuses_or_lets_finish() -> None:

@@ -26,7 +26,7 @@ def test_the_command_tells_what_it_saw_and_writes_it_down(tmp_path: Path) -> Non
     report = json.loads(file.read_text())
     assert (report["states"], report["walks"], report["seed"]) == (4000, 4, 5)
     assert report["violations"] == []
-    assert len(report["searches"]) == 4
+    assert len(report["searches"]) == 8
     assert all(layer["depth"] > 0 for s in report["searches"] for layer in s["layers"][:1])
 
 

@@ -1,8 +1,10 @@
-"""What a client whose router tries elsewhere is promised, checked once everything is over.
+"""What a client is promised, checked once everything is over.
 
-One fault never costs an answer while a pair is there that it has not touched, but where the status
-table says that no other try helps: the time is over, or the engine has raised. And an attempt fails
-by a fault of its own: what is late of an earlier one harms none that follows.
+A stream, first token or release between P and D that breaks once is sent again, and costs nobody an
+answer. Where routers try elsewhere, one fault never costs an answer while a pair is there that it
+has not touched, but where the status table says that no other try helps: the time is over, or the
+engine has raised. And an attempt fails by a fault of its own: what is late of an earlier one harms
+none that follows.
 """
 
 from __future__ import annotations
@@ -19,14 +21,34 @@ if TYPE_CHECKING:
 ELSEWHERE = "one fault costs no answer"
 OWN_FAULT = "each attempt that fails has a fault of its own"
 
-SILENT, RAISED, LASTING = 1 << 16, 1 << 17, 1 << 18
+MENDED = "a call that breaks between P and D is made again"
+
+SILENT, RAISED, LASTING, GRAVE = 1 << 16, 1 << 17, 1 << 18, 1 << 19
 """Among those that a fault has touched: somebody was silent for a while, an engine has raised, and
-a silence was one that several attempts may meet."""
+a silence was one that several attempts may meet; and something was more than a call between P and D
+that broke, or came twice."""
+
+MENDABLE = frozenset({"transfer", "first", "release"})
+"""Calls that are made again when they break."""
 
 
 def broken_promises(world: World, state: State, faults: int) -> list[Violation]:
     """What a client of a state in which everything is over was promised, and has not."""
-    return list(_broken(world, state, faults)) if world.scenario.recovery else []
+    if world.scenario.polling or world.scenario.direct:
+        return []
+    found = list(_broken(world, state, faults)) if world.scenario.recovery else []
+    return found + list(_unmended(world, state, faults))
+
+
+def _unmended(world: World, state: State, faults: int) -> Iterator[Violation]:
+    if faults > 1 or state[-1] & GRAVE:
+        return
+    for i in range(world.scenario.first_client, len(world.names)):
+        looks = world.looks(state, i)
+        assert looks is not None
+        result = looks.facts[1]
+        if result != "ok":
+            yield Violation(MENDED, f"{world.names[i]}: {result}")
 
 
 def _broken(world: World, state: State, faults: int) -> Iterator[Violation]:
@@ -40,7 +62,8 @@ def _broken(world: World, state: State, faults: int) -> Iterator[Violation]:
         key, result, *_ = looks.facts
         if result == "left":
             continue
-        if key.attempt > faults + 1 and not touched & LASTING:
+        again = bool(touched & LASTING) and not (pair_left and faults <= 1)
+        if key.attempt > faults + 1 and not again:
             text = f"{world.names[i]}: {faults} faults, and it is at attempt {key.attempt}"
             yield Violation(OWN_FAULT, text)
         excused = _is_excused(result, touched)

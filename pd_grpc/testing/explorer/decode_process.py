@@ -300,6 +300,8 @@ class DecodeProcess(ReceivingProcess):
     def _tell(self, stream: int, message: decode_pb2.SessionResponse) -> None:
         if message.WhichOneof("message") == "heartbeat_ack":
             unknown = message.heartbeat_ack.unknown_grant_ids
+            for grant_id in self.machine.ledger.transfers.keys() & set(unknown):
+                self._wrong("a grant that is held is known", grant_id)
             ack = decode_pb2.HeartbeatAck(unknown_grant_ids=unknown)
             message = decode_pb2.SessionResponse(heartbeat_ack=ack)
         self._down(stream, "session", message)

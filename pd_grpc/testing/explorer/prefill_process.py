@@ -288,6 +288,11 @@ class PrefillProcess(SendingProcess):
         kind = message.WhichOneof("message")
         if kind == "heartbeat":
             # Its number is an echo for people.
+            who = self._ids.calls[call].server
+            flying = self.machine.requests.in_flight.values()
+            held = {r.grant.grant_id for r in flying if r.grant and r.grant.decode.name == who}
+            if not held <= set(message.heartbeat.grant_ids):
+                self._wrong("a heartbeat lists what is held", str(sorted(held)))
             beat = decode_pb2.Heartbeat(grant_ids=message.heartbeat.grant_ids)
             message = decode_pb2.SessionRequest(heartbeat=beat)
         self._up(call, "session", message)

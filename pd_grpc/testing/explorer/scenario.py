@@ -167,6 +167,9 @@ RECOVERY = tuple(
 )
 """Requests that are tried elsewhere: on another pair, on the same D, on the same P, and two."""
 
+ALL = (*FULL, *RECOVERY)
+"""What an exploration goes through by default."""
+
 POLLING = Scenario(
     prefills=2,
     decodes=1,

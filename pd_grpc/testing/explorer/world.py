@@ -11,7 +11,14 @@ from functools import partial
 from typing import Any, TypeAlias
 
 from pd_grpc.testing.explorer.agreement import disagreements
-from pd_grpc.testing.explorer.answers import LASTING, RAISED, SILENT, broken_promises
+from pd_grpc.testing.explorer.answers import (
+    GRAVE,
+    LASTING,
+    MENDABLE,
+    RAISED,
+    SILENT,
+    broken_promises,
+)
 from pd_grpc.testing.explorer.cast import cast_of, watches_of
 from pd_grpc.testing.explorer.locals import Locals
 from pd_grpc.testing.explorer.process import Input, Looks, Process, Violation
@@ -237,15 +244,16 @@ class World:
             return self._with(state, i, self._begin(i, -state[i])), ()
         if kind in ("freeze", "thaw", "hang", "return"):
             bit = 1 << (i + _ENGINES if kind in ("hang", "return") else i)
-            silent = SILENT | LASTING if kind in ("freeze", "hang") else 0
+            silent = GRAVE | SILENT | LASTING if kind in ("freeze", "hang") else 0
             return (*state[:-2], state[-2] ^ bit, state[-1] | 1 << i | silent), ()
         if kind == "crash":
             wire = self.rules.crashed(wire, self.names[i], move[2])
             crashes = 1 + self.locals.process(state[i]).epoch - FIRST_EPOCH
             gone = self._with(state, i, -crashes, wire)
-            return (*gone[:-2], gone[-2] & ~(1 << i | 1 << i + _ENGINES), gone[-1] | 1 << i), ()
+            stopped = gone[-2] & ~(1 << i | 1 << i + _ENGINES)
+            return (*gone[:-2], stopped, gone[-1] | 1 << i | GRAVE), ()
         if kind in ("leave", "fail", "drain"):
-            raised = RAISED if kind == "fail" else 0
+            raised = GRAVE | RAISED if kind == "fail" else GRAVE
             state = (*state[:-1], state[-1] | 1 << i | raised)
         return self._happen(state, i, (kind,))
 
@@ -276,6 +284,8 @@ class World:
             wire = self.rules.stalled(wire, call, kind == "stall")
         touched = state[-1]
         who = self.ids.calls[call]
+        if kind in ("stall", "corrupt") or (kind == "lose" and who.kind not in MENDABLE):
+            touched |= GRAVE
         if kind == "stall":
             touched |= SILENT | LASTING if who.kind == "session" else SILENT
         for name in (who.client, who.server):
