@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from pd_grpc.blocks.pool import BlockState
+from pd_grpc.prefill import releases
 from pd_grpc.prefill.compute import Compute
 from pd_grpc.prefill.handover import Handover
 from pd_grpc.prefill.machine import PrefillMachine
@@ -86,6 +87,10 @@ def _sent_before(self: TransferSender, now: float) -> None:
         layer.state[:] = state
 
 
+def _once(fault: Any) -> bool:
+    return False
+
+
 PREFILL = [
     Planted("D is not told of an end", Placement, "_release", nothing),
     Planted(
@@ -142,5 +147,13 @@ PREFILL = [
         with_only(SMALL, "lose"),
         12_000,
         1,
+    ),
+    Planted(
+        "a release is sent once",
+        releases,
+        "_again_may_do",
+        _once,
+        with_only(SMALL, "fail", "lose"),
+        14_000,
     ),
 ]

@@ -80,6 +80,18 @@ def _same_number(self: RecoveringRequest, pairing: Any, now: float) -> list[Any]
     return _on_pairing(self, pairing, now)
 
 
+def _seeking_still(self: RecoveringRequest) -> None:
+    for name in ("budget", "wait", "again"):
+        self.timers.cancel(name)
+
+
+_on_time = RecoveringRequest.on_time
+
+
+def _never_due(self: RecoveringRequest, now: float) -> list[Any]:
+    return [] if self.seeking else _on_time(self, now)
+
+
 def _refused(self: RetryBudget) -> bool:
     return False
 
@@ -130,5 +142,19 @@ RECOVERING = [
         "take",
         _refused,
         with_only(_TWO_OF_EACH, "lose"),
+    ),
+    Planted(
+        "another attempt is sought while one runs",
+        RecoveringRequest,
+        "_stop_seeking",
+        _seeking_still,
+        with_only(_TWO_OF_EACH, "crash"),
+    ),
+    Planted(
+        "the wait for another instance never ends",
+        RecoveringRequest,
+        "on_time",
+        _never_due,
+        with_only(_ONE_DECODE, "freeze"),
     ),
 ]

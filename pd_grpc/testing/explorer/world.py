@@ -43,6 +43,9 @@ UNARY = frozenset({"allocate", "first", "release"})
 PATIENCE = 400
 """How often time may pass before everything that was begun must have ended."""
 
+LONGEST_END = 4000
+"""Moves after which somebody must be going round in circles."""
+
 _ENGINES = 16
 """Where the bits of engines that hang begin, after those of frozen processes."""
 
@@ -346,7 +349,7 @@ class World:
             moves = self.moves(state)
             ends = [m for m in moves if m[0] in ("thaw", "resume", "return")]
             going = [m for m in moves if m[0] != "restart"]
-            if not going or passes > PATIENCE:
+            if not going or passes > PATIENCE or len(path) > LONGEST_END:
                 return path, [*self._left_over(state, "everything ends")]
             move = ends[0] if ends else going[0]
             passes += move[0] == "pass"
