@@ -190,9 +190,9 @@ def a_finish_reason_is_not_looked_at(patch: pytest.MonkeyPatch) -> None:
 def the_stream_of_a_complete_answer_stays_open(patch: pytest.MonkeyPatch) -> None:
     right = Receiver.close_grant
 
-    def wrong(self, grant_id, fault):  # type: ignore[no-untyped-def]
+    def wrong(self, grant_id, fault, now):  # type: ignore[no-untyped-def]
         self._grants[grant_id].stream = None
-        return right(self, grant_id, fault)
+        return right(self, grant_id, fault, now)
 
     patch.setattr(Receiver, "close_grant", wrong)
 

@@ -93,9 +93,9 @@ def the_older_stream_stays(patch: pytest.MonkeyPatch) -> None:
 def a_closed_grant_leaves_its_stream_open(patch: pytest.MonkeyPatch) -> None:
     right = Receiver.close_grant
 
-    def wrong(self, grant_id, fault):  # type: ignore[no-untyped-def]
+    def wrong(self, grant_id, fault, now):  # type: ignore[no-untyped-def]
         self._grants[grant_id].stream = None
-        return right(self, grant_id, fault)
+        return right(self, grant_id, fault, now)
 
     patch.setattr(Receiver, "close_grant", wrong)
 
@@ -104,8 +104,8 @@ def a_closed_grant_leaves_its_stream_open(patch: pytest.MonkeyPatch) -> None:
 def every_closed_grant_was_released(patch: pytest.MonkeyPatch) -> None:
     right = Receiver.close_grant
 
-    def wrong(self, grant_id, fault):  # type: ignore[no-untyped-def]
-        return right(self, grant_id, Fault(Reason.RELEASED, fault.message))
+    def wrong(self, grant_id, fault, now):  # type: ignore[no-untyped-def]
+        return right(self, grant_id, Fault(Reason.RELEASED, fault.message), now)
 
     patch.setattr(Receiver, "close_grant", wrong)
 
@@ -119,10 +119,10 @@ def the_stage_is_left_out(patch: pytest.MonkeyPatch) -> None:
 def a_closed_grant_ends_its_stream_with_ok(patch: pytest.MonkeyPatch) -> None:
     right = Receiver.close_grant
 
-    def wrong(self, grant_id, fault):  # type: ignore[no-untyped-def]
+    def wrong(self, grant_id, fault, now):  # type: ignore[no-untyped-def]
         streams = [n for n, s in self._streams.items() if s.grant_id == grant_id]
         ended = [action for n in streams for action in self._end(n, None)]
-        return [*ended, *right(self, grant_id, fault)]
+        return [*ended, *right(self, grant_id, fault, now)]
 
     patch.setattr(Receiver, "close_grant", wrong)
 
