@@ -8,10 +8,10 @@ from typing import Any
 from pd_grpc.blocks.pool import BlockPool
 from pd_grpc.protocol.faults import Fault
 from pd_grpc.router import recovery
-from pd_grpc.router.machine import CancelDecode, CancelPrefill, Fail, RoutedRequest
+from pd_grpc.router.machine import CancelDecode, CancelPrefill, Fail, Leg, RoutedRequest
 from pd_grpc.router.recovery import RecoveringRequest
 from pd_grpc.router.retry_budget import RetryBudget
-from pd_grpc.router.suspects import NOBODY, Blame, Leg, blamed
+from pd_grpc.router.suspects import NOBODY, Blame, blamed
 from pd_grpc.testing.explorer.scenario import RECOVERY
 from tests.testing.planting import Planted, nothing_done, with_only
 

@@ -10,7 +10,8 @@ from pd_grpc.testing.explore import walk
 from pd_grpc.testing.explorer.scenario import SMALL, Scenario
 from pd_grpc.testing.explorer.search import Found, Search
 from pd_grpc.testing.explorer.world import World
-from tests.testing.planted import ALL, NO_FENCE, Planted, planted
+from tests.testing.planted import ALL, NO_FENCE, planted
+from tests.testing.planting import Planted
 
 WALKS = 60
 
