@@ -94,6 +94,7 @@ class _Connection:
 
     link: int
     channel: grpc.Channel
+    stub: decode_pb2_grpc.DecodeServiceStub
     in_flight: int = 0
 
 
@@ -140,8 +141,7 @@ class DecodePeer:
         """Ask for blocks: a future, whose callback comes on a thread of grpc's."""
         with Guard() as guard:
             connection = self._connect(asked.link)
-            stub = decode_pb2_grpc.DecodeServiceStub(connection.channel)
-            future = stub.Allocate.future(
+            future = connection.stub.Allocate.future(
                 asked.request, timeout=asked.timeout_s, metadata=tuple(metadata)
             )
         if guard.fault is not None:
@@ -194,7 +194,8 @@ class DecodePeer:
             channel = self._interceptors.futures(
                 rpc.sync_channel(self._endpoint, self._config, self._config)
             )
-            self._connection = _Connection(link, channel)
+            stub = decode_pb2_grpc.DecodeServiceStub(channel)
+            self._connection = _Connection(link, channel, stub)
             if old is not None and not old.in_flight:
                 old.channel.close()
         return self._connection
