@@ -23,7 +23,9 @@ The rules:
 * `attempts` of them may fail in a row without bringing the request on. What does is a second token,
   for the first is P's own; a request that kills whoever decodes it gets no further. One that was
   only told when to come again counts for none, for `wait_s` after the first.
-* The retry budget must have a token; an attempt that counts for none gives it back.
+* The retry budget must have a token; an attempt that counts for none gives it back, and so does one
+  that ends the answer or brings enough of it. One that brings little may be of a request that kills
+  whoever decodes it.
 
 The shell answers `Seek` at once, by `on_pairing`, `on_nowhere`, or by `on_whole` when the tokens
 that came are the whole answer and only the word of it was lost.
@@ -47,6 +49,8 @@ FIRST_ATTEMPT = 1
 
 _FEWEST_TOKENS = 2
 """By so many an attempt has brought its request on."""
+_REPAID_TOKENS = 16
+"""By so many it has been worth its token of the retry budget."""
 
 
 _TIMERS = ("budget", "wait", "again", "settle")
@@ -137,6 +141,8 @@ class RecoveringRequest:
         self._patient_until: float | None = None
         self._borrowed = False
         self._failed: Fault | None = None
+        self._began_with: Fault | None = None
+        """What the attempt before this one failed with."""
         self._blame = NOBODY
 
     @property
@@ -196,6 +202,8 @@ class RecoveringRequest:
             return []  # A late word of a leg that is over.
         if self.request.tokens >= _FEWEST_TOKENS:
             self._came_on()
+        if self.request.tokens >= _REPAID_TOKENS:
+            self._pay_back()
         if Finish() in actions:
             self._answered()
         if not actions or not isinstance(actions[-1], Fail):
@@ -220,6 +228,7 @@ class RecoveringRequest:
         self._tokens_before = self.tokens
         self.attempt += 1
         self.request = RoutedRequest(pairing, self._times, self.budget_ends)
+        self._began_with = fault
         begin = Begin(self.attempt, kind, fault)
         return [begin, *self.after(self.request.start(now), now)]
 
@@ -297,6 +306,10 @@ class RecoveringRequest:
         blame = blamed(fault, self.request)
         allowed = rules.continuation if self._kind is Kind.CONTINUATION else rules.retry
         bounded = self._without_progress < rules.attempts and now < self.budget_ends
+        if fault.reason is Reason.TOO_LARGE and self._began_with is not None:
+            # Prompt and tokens that came together do not fit where the prompt did. That is no
+            # mistake of the client's: what broke the attempt before is why it fails.
+            return [Fail(self._began_with)]
         if blame == NOBODY or not (allowed and bounded):
             return [Fail(fault)]
         self.suspects.add(blame, fault, self.request)
@@ -316,7 +329,6 @@ class RecoveringRequest:
         """The request is further than it was: whoever failed it before may have it again."""
         if not self._without_progress and self._patient_until is None:
             return
-        self._pay_back()
         self._without_progress, self._patient_until = 0, None
         self.suspects.clear()
 
@@ -328,6 +340,7 @@ class RecoveringRequest:
 
     def _answered(self) -> None:
         self._came_on()
+        self._pay_back()
         self._recovery.budget.answered()
 
     def _give_up(self, fault: Fault) -> list[Action]:

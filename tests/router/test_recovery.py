@@ -151,8 +151,29 @@ def test_an_answer_goes_on_as_often_as_it_comes_on() -> None:
     for attempt in range(2, 30):
         _, kind, _, _ = begun(world.decode_fails(LOST, float(attempt)))
         assert (world.request.attempt, kind) == (attempt, Kind.CONTINUATION)
-        world.streaming(2, float(attempt))
+        world.streaming(16, float(attempt))
     assert world.budget.tokens == 10
+
+
+def test_one_that_kills_whoever_decodes_it_ends_with_the_retry_budget() -> None:
+    world = World().start().streaming(5)
+    for attempt in range(2, 12):
+        begun(world.decode_fails(LOST, float(attempt)))
+        world.streaming(2, float(attempt))
+    assert failure(world.decode_fails(LOST, 12.0)).reason is Reason.DECODE_LOST
+    assert world.budget.tokens == 0
+
+
+def test_a_continuation_that_does_not_fit_elsewhere_fails_with_what_broke_it() -> None:
+    world = World().start().streaming(5)
+    begun(world.decode_fails(LOST, 2.0))
+    too_large = fault(Reason.TOO_LARGE)
+    assert failure(world.prefill_fails(too_large, 2.1)).reason is Reason.DECODE_LOST
+
+
+def test_a_request_that_fits_nowhere_is_told_so() -> None:
+    world = World().start()
+    assert failure(world.prefill_fails(fault(Reason.TOO_LARGE), 0.1)).reason is Reason.TOO_LARGE
 
 
 def test_a_prefill_lost_after_its_first_token_goes_on_on_another() -> None:
@@ -440,8 +461,9 @@ def test_an_answer_brings_a_share_and_gives_back_what_it_took() -> None:
     world.prefill_fails(fault(Reason.SENDER_STUCK), 1.0)
     assert world.budget.tokens == 0
     world.tokens(1, 2.0)
-    assert world.budget.tokens == 0, "P's token alone brings nobody on"
-    world.tokens(1, 2.1)
+    world.tokens(14, 2.1)
+    assert world.budget.tokens == 0, "a few tokens may be all that it brings"
+    world.tokens(1, 2.2)
     assert world.budget.tokens == 1
     world.hands_over(2.2)
     world.tokens(0, 3.0, complete=True)
