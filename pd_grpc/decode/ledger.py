@@ -25,13 +25,13 @@ from pd_grpc.decode.checks import draining
 from pd_grpc.decode.deadlines import OfServer, OfTransfer, TimerKey, TransferTimer
 from pd_grpc.decode.reservations import Reservations
 from pd_grpc.decode.scheduler import Scheduler
+from pd_grpc.decode.serving import Serving
 from pd_grpc.decode.sessions import Session, Sessions
 from pd_grpc.decode.states import TRANSITIONS, DecodeState
 from pd_grpc.decode.transfer import (
     Ended,
     Transfer,
     Undelivered,
-    served_of,
     timings_of,
     usage_of,
 )
@@ -40,7 +40,6 @@ from pd_grpc.protocol.config import DecodeConfig
 from pd_grpc.protocol.faults import Fault, Reason
 from pd_grpc.protocol.messages import duration
 from pd_grpc.protocol.refs import TransferKey
-from pd_grpc.protocol.serving_times import ServingTimes, too_late
 from pd_grpc.protocol.timers import Timers
 from pd_grpc.protocol.tombstones import Remembered, Tombstones
 from pd_grpc.v1 import decode_pb2, types_pb2
@@ -73,7 +72,7 @@ class Ledger:
         self.leases = Leases(config.lease_s)
         self.tombstones: Tombstones[Ended] = Tombstones(config.tombstone_s, config.tombstones)
         self.reservations = Reservations(pool, config.allocate_queue)
-        self.serving = ServingTimes(config.serving_quantile)
+        self.serving = Serving(config.serving_quantile)
         self.scheduler = Scheduler(pool, config, self._preempted)
         self.in_step: frozenset[str] = frozenset()
         self.late_events = 0
@@ -207,14 +206,6 @@ class Ledger:
             owner = transfer.prefill.owner
             self.act(OpenReceive(transfer.grant_id, transfer.key, owner, blocks, wanted))
 
-    def too_late(self, transfer: Transfer) -> Fault | None:
-        """Why a transfer whose turn for blocks has come need not have them."""
-        needed_s = self.serving.needed_s(transfer.max_new_tokens)
-        if needed_s is None:
-            return None
-        until = transfer.budget_until
-        return too_late(needed_s, until - self.now, until - transfer.created, transfer.stage)
-
     def end(
         self,
         transfer: Transfer,
@@ -227,7 +218,7 @@ class Ledger:
     ) -> None:
         """Bring a transfer to its end: both legs hear of it, its blocks go back, and a tombstone
         stays. `fault` is None only for a complete answer or a plain release."""
-        self._learn(transfer, state, fault)
+        self.serving.learn(transfer, state, fault, self.now)
         epitaph = self._epitaph(transfer, state, fault, undelivered)
         self.move(transfer, state, fault, epitaph)
         asking = transfer.prefill is not None and transfer.prefill.calls
@@ -274,13 +265,6 @@ class Ledger:
         if not writers:
             holding.release()
             del self._quarantine[grant_id]
-
-    def _learn(self, transfer: Transfer, state: DecodeState, fault: Fault | None) -> None:
-        finished = state is DecodeState.FINISHED
-        ran_out = fault is not None and fault.reason is Reason.STAGE_DEADLINE
-        served = served_of(transfer, self.now) if finished or ran_out else None
-        if served is not None:
-            (self.serving.finished if finished else self.serving.ran_out)(served)
 
     def _preempted(self, transfer: Transfer) -> None:
         self.move(transfer, DecodeState.PREEMPTED)

@@ -40,6 +40,11 @@ class Reservations:
         """Stop waiting; nothing happens to one that does not wait."""
         self._waiting.pop(grant_id, None)
 
+    @property
+    def head(self) -> str | None:
+        """The one that has waited longest."""
+        return next(iter(self._waiting), None)
+
     def next_fitting(self, held_back: bool) -> str | None:
         """The one at the head, if its turn has come: it fits now."""
         if not self._waiting or held_back:

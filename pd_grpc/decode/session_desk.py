@@ -71,7 +71,7 @@ class SessionDesk:
             ledger.tell_again(grant_id, session)
         ack = decode_pb2.HeartbeatAck(sequence=event.heartbeat.sequence, unknown_grant_ids=unknown)
         ledger.act(SessionSend(event.stream, decode_pb2.SessionResponse(heartbeat_ack=ack)))
-        load = self._load()
+        load = self._load(session.owner)
         if load != session.load:
             session.load = load
             ledger.act(SessionSend(event.stream, decode_pb2.SessionResponse(load=load)))
@@ -158,11 +158,12 @@ class SessionDesk:
                 self._ledger.end(transfer, DecodeState.FAILED, fault)
         self._ledger.act(DismissPrefill(owner))
 
-    def _load(self) -> decode_pb2.Load:
+    def _load(self, owner: Owner) -> decode_pb2.Load:
         ledger = self._ledger
         waiting = [t for t in ledger.transfers.values() if t.state is DecodeState.WAITING]
         tokens = sum(t.prefill.request.prompt_tokens for t in waiting if t.prefill is not None)
-        decoding_s = ledger.serving.sized_s()
+        times = ledger.serving.times(owner)
+        decoding_s, each_s = times.sized_s(ledger.now), times.sized_s_each(ledger.now)
         return decode_pb2.Load(
             free_blocks=ledger.pool.free,
             total_blocks=ledger.pool.total,
@@ -170,4 +171,5 @@ class SessionDesk:
             queued_requests=len(waiting),
             decoding_requests=ledger.scheduler.running,
             decoding=None if decoding_s is None else duration(decoding_s),
+            decoding_each=None if each_s is None else duration(each_s),
         )

@@ -13,7 +13,6 @@ from pd_grpc.protocol.faults import Fault
 from pd_grpc.protocol.messages import duration
 from pd_grpc.protocol.refs import TransferKey
 from pd_grpc.protocol.sampling import Sampling
-from pd_grpc.protocol.serving_times import Served
 from pd_grpc.v1 import decode_pb2, types_pb2
 
 
@@ -149,14 +148,6 @@ def timings_of(transfer: Transfer) -> types_pb2.Timings | None:
         queue=duration(transfer.computed_from - transfer.created),
         compute=duration(transfer.handed_off_at - transfer.computed_from),
     )
-
-
-def served_of(transfer: Transfer, now: float) -> Served | None:
-    """How long one that ends has held blocks, until its hand-off and after; None if it had none."""
-    if transfer.granted_at is None:
-        return None
-    until = now if transfer.handed_off_at is None else transfer.handed_off_at
-    return Served(until - transfer.granted_at, now - until, transfer.max_new_tokens)
 
 
 def usage_of(prompt: Sequence[int], generated: int) -> types_pb2.Usage:

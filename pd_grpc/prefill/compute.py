@@ -15,7 +15,7 @@ from pd_grpc.prefill.states import PrefillRecord, PrefillState
 from pd_grpc.protocol.config import PrefillConfig
 from pd_grpc.protocol.faults import Fault, Reason
 from pd_grpc.protocol.layout import KvLayout
-from pd_grpc.protocol.serving_times import Served, ServingTimes, too_late
+from pd_grpc.protocol.serving_times import Budget, Served, ServingTimesByPeer, too_late
 from pd_grpc.v1 import prefill_pb2
 
 _STUCK = Timer("engine")
@@ -48,7 +48,7 @@ class Compute:
         self._starting = starting
         self._computed = computed
         self._scheduler = PrefillScheduler(pool, layout, config.prefill_batch, config.chunk_tokens)
-        self._serving = ServingTimes(config.serving_quantile)
+        self._serving = ServingTimesByPeer(config.serving_quantile)
         self._steps = count(1)
         self._step = 0
         self._plan: Plan | None = None
@@ -67,20 +67,22 @@ class Compute:
         """How long one took that has ended says how long others need."""
         if record.times.compute is None:
             return
+        times = self._serving.of(record.target.endpoint)
         served = Served(0.0, now - record.times.compute, len(record.tokens))
+        over = fault is not None and fault.reason is Reason.STAGE_DEADLINE
         if state is PrefillState.HANDED_OFF:
-            self._serving.finished(served)
-        elif fault is not None and fault.reason is Reason.STAGE_DEADLINE:
-            self._serving.ran_out(served)
+            times.finished(served, now)
+        elif over and _budget(record, now).spent:
+            times.ran_out(served, now)
 
     def pump(self, now: float) -> bool:
-        """Start the next step if the engine is free; whether it was."""
+        """Start the next step if the engine is free; whether there was anything to do."""
         if self._plan is not None:
             return False
-        self._refuse_late(now)
+        refused = self._refuse_late(now)
         plan = self._scheduler.plan(admit=not self.paused)
         if plan is None:
-            return False
+            return refused
         for record in plan.admitted:
             record.times.compute = now
             self._requests.move(record, PrefillState.COMPUTING, now)
@@ -137,17 +139,24 @@ class Compute:
             if record.state is not PrefillState.SENDING:
                 self._fail(record, fault, now, True)
 
-    def _refuse_late(self, now: float) -> None:
-        """Those that wait for the engine and would be nobody's when they are done."""
-        for record in self._scheduler.waiting():
-            needed_s = self._serving.needed_s(len(record.tokens))
-            if needed_s is None:
-                return
-            needed_s += self._decoding_s(record)
-            budget_s = record.deadline - record.times.called
-            late = too_late(needed_s, record.left(now), budget_s, "queue")
+    def _refuse_late(self, now: float) -> bool:
+        """Refuse those that wait for the engine and would be nobody's when they are done; whether
+        there were any."""
+        waiting = self._scheduler.waiting()
+        refused = False
+        for record in waiting:
+            budget = _budget(record, now)
+            if not budget.half_spent:
+                continue
+            times = self._serving.of(record.target.endpoint)
+            needed_s = times.needed_s(len(record.tokens), now)
+            if needed_s is not None:
+                needed_s += self._decoding_s(record)
+            late = too_late(needed_s, budget, "queue")
             if late is not None:
                 self._fail(record, late, now, True)
+                refused = True
+        return refused
 
     def _finish(self, step: int) -> Plan | None:
         if self._plan is None or step != self._step:
@@ -161,3 +170,7 @@ class Compute:
             self.stuck = None
             self._requests.do(EngineAlive())
         return plan
+
+
+def _budget(record: PrefillRecord, now: float) -> Budget:
+    return Budget(record.deadline - record.times.called, record.left(now))

@@ -114,8 +114,11 @@ class Placement:
         return min((at for at in wakes if at is not None), default=None)
 
     def decoding_s(self, record: PrefillRecord) -> float:
-        """How long its D lately needed after the hand-off; 0 while it has not said so."""
-        return seconds(self.conversations[record.target.endpoint].load.decoding)
+        """How long its D lately needed after the hand-off of as many tokens; 0 while it has not
+        said so, and where it has nothing to do after the first."""
+        load = self.conversations[record.target.endpoint].load
+        each_s = seconds(load.decoding_each) * (record.max_new_tokens if record.kv_needed else 0)
+        return min(seconds(load.decoding), each_s)
 
     def computed(self, record: PrefillRecord) -> None:
         """A grant is no longer idle."""

@@ -110,20 +110,22 @@ class HeartbeatAck(_message.Message):
     def __init__(self, sequence: _Optional[int] = ..., unknown_grant_ids: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class Load(_message.Message):
-    __slots__ = ("free_blocks", "total_blocks", "queued_tokens", "queued_requests", "decoding_requests", "decoding")
+    __slots__ = ("free_blocks", "total_blocks", "queued_tokens", "queued_requests", "decoding_requests", "decoding", "decoding_each")
     FREE_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     TOTAL_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     QUEUED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     QUEUED_REQUESTS_FIELD_NUMBER: _ClassVar[int]
     DECODING_REQUESTS_FIELD_NUMBER: _ClassVar[int]
     DECODING_FIELD_NUMBER: _ClassVar[int]
+    DECODING_EACH_FIELD_NUMBER: _ClassVar[int]
     free_blocks: int
     total_blocks: int
     queued_tokens: int
     queued_requests: int
     decoding_requests: int
     decoding: _duration_pb2.Duration
-    def __init__(self, free_blocks: _Optional[int] = ..., total_blocks: _Optional[int] = ..., queued_tokens: _Optional[int] = ..., queued_requests: _Optional[int] = ..., decoding_requests: _Optional[int] = ..., decoding: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ...) -> None: ...
+    decoding_each: _duration_pb2.Duration
+    def __init__(self, free_blocks: _Optional[int] = ..., total_blocks: _Optional[int] = ..., queued_tokens: _Optional[int] = ..., queued_requests: _Optional[int] = ..., decoding_requests: _Optional[int] = ..., decoding: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., decoding_each: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ...) -> None: ...
 
 class Drain(_message.Message):
     __slots__ = ("deadline",)

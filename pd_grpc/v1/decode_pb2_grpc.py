@@ -175,7 +175,7 @@ class DecodeServiceServicer(object):
         deadline, or with QUEUE_FULL at once; INVALID_ARGUMENT with TOO_LARGE when it could never fit;
         ALREADY_EXISTS with DUPLICATE_TRANSFER for another body while the ref is in flight, which is
         unharmed; DEADLINE_EXCEEDED with STAGE_DEADLINE and the stage "allocate" when the budget is
-        over or what is left is too little; ABORTED with RELEASED when the transfer has ended; UNAVAILABLE with DRAINING, or with
+        over; likewise when too little of it is left; ABORTED with RELEASED when the transfer has ended; UNAVAILABLE with DRAINING, or with
         ENGINE_STUCK while D's engine makes no progress.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)

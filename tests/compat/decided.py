@@ -119,7 +119,7 @@ CASES = [
     # The KV.
     *refused(scenes.plain, Reason.WRONG_STATE, "TransferRequest.open"),
     *refused(scenes.plain, Reason.WRONG_STATE, "TransferRequest.chunk", "TransferRequest.end"),
-    *refused(scenes.plain, Reason.STAGE_DEADLINE, "TransferOpen.session_id", named="transfer"),
+    *refused(scenes.plain, Reason.DECODE_LOST, "TransferOpen.session_id", named="transfer"),
     *refused(scenes.plain, Reason.WRONG_STATE, "TransferOpen.ref", named="open.ref"),
     *refused(scenes.plain, Reason.WRONG_STATE, "TransferOpen.grant_id", named="open.grant_id"),
     *works(scenes.plain, "TransferOpen.transport"),
@@ -135,7 +135,7 @@ CASES = [
     *refused(
         scenes.plain, Reason.WRONG_STATE, "TransferEnd.chunks", "TransferEnd.bytes", named="end:"
     ),
-    *refused(scenes.plain, Reason.STAGE_DEADLINE, "TransferResponse.opened", named="transfer"),
+    *refused(scenes.plain, Reason.DECODE_LOST, "TransferResponse.opened", named="transfer"),
     *works(scenes.in_pieces, "TransferResponse.ack", "TransferAck.ranges"),
     *works(scenes.in_pieces, "TransferAck.accepted_bytes", "TransferOpened.window_bytes"),
     *works(scenes.reopened, "TransferOpened.verified", "KvRange.layer_start"),
@@ -187,6 +187,8 @@ NOT_SENT = {
     "HeartbeatAck.unknown_grant_ids": "D says that a transfer has ended before it is asked",
     "Load.queued_tokens": "nothing waits in these scenes, and P can do without its load",
     "Load.queued_requests": "nothing waits in these scenes, and P can do without its load",
+    "Load.decoding": "not known after so few requests, and P can do without",
+    "Load.decoding_each": "not known after so few requests, and P can do without",
     "Load.decoding_requests": "sent later than these scenes last, and P can do without its load",
     "KvGroup.window": _RESERVED,
     **{

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from pd_grpc.decode.states import DecodeState as S
-from pd_grpc.protocol.faults import Reason
+from pd_grpc.protocol.faults import Reason, stage_deadline
 from pd_grpc.protocol.messages import seconds
 from pd_grpc.protocol.serving_times import FEWEST
 from pd_grpc.v1 import decode_pb2
@@ -145,13 +145,54 @@ def test_those_that_run_out_of_time_count_for_longer_than_they_had(d: Harness, p
     assert "5.5 s are left, and 6 s are needed" in d.refused[call].message
 
 
-def test_an_aggregated_request_is_refused_alike(busy: Harness, p: Prefill) -> None:
-    holder = large("holder")
+def test_an_aggregated_request_goes_by_its_own_kind(busy: Harness, p: Prefill) -> None:
+    def wait(holds: str) -> int:
+        holder = large(holds)
+        p.granted(holder)
+        call = busy.generate(large(""), budget_s=10.0, local=True)
+        busy.advance(8.5)
+        p.release(holder)
+        return call
+
+    first = wait("holder-1")
+    busy.run()
+    assert first in busy.finished
+    for _ in range(FEWEST):
+        busy.generate(Request(""), local=True)
+        busy.advance(NEEDED_S)
+        busy.run()
+    assert busy.reason(wait("holder-2")) is Reason.STAGE_DEADLINE
+
+
+def test_a_slow_p_says_nothing_of_another(busy: Harness) -> None:
+    slow = Prefill(busy, "slow")
+    serve(busy, slow, FEWEST, took_s=20.0)
+    quick = Prefill(busy, "quick")
+    assert wait_for_turn(busy, quick, budget_s=40.0, waits_s=30.0) in busy.answers
+    quick.release(large("late"))
+
+
+def test_what_p_gives_up_with_time_left_says_nothing(busy: Harness, p: Prefill) -> None:
+    for n in range(FEWEST):
+        request = Request(f"given-up-{n}")
+        p.granted(request)
+        busy.advance(30.0)
+        p.release(request, stage_deadline("queue"))
+    assert wait_for_turn(busy, p, budget_s=10.0, waits_s=7.9) in busy.answers
+    p.release(large("late"))
+
+
+def test_one_that_does_not_fit_and_is_too_late_holds_nobody_up(busy: Harness, p: Prefill) -> None:
+    holder, late, small = large("holder"), large("late"), Request("small")
     p.granted(holder)
-    call = busy.generate(large("local"), budget_s=10.0, local=True)
+    refused = p.allocate(late, budget_s=10.0)
+    behind = p.allocate(small)
     busy.advance(8.5)
-    p.release(holder)
-    assert busy.reason(call) is Reason.STAGE_DEADLINE
+    p.heartbeat()
+    assert busy.reason(refused) is Reason.STAGE_DEADLINE
+    assert behind in busy.answers
+    for each in (holder, small):
+        p.release(each)
 
 
 def test_p_is_told_how_long_decoding_takes(d: Harness, p: Prefill) -> None:
@@ -159,7 +200,9 @@ def test_p_is_told_how_long_decoding_takes(d: Harness, p: Prefill) -> None:
     assert not loads(d, p)[-1].HasField("decoding")
     serve(d, p, FEWEST)
     p.heartbeat()
-    assert seconds(loads(d, p)[-1].decoding) == pytest.approx(0.75 * NEEDED_S)
+    told = loads(d, p)[-1]
+    assert seconds(told.decoding) == pytest.approx(0.75 * NEEDED_S)
+    assert seconds(told.decoding_each) == pytest.approx(0.75 * NEEDED_S / Request().max_tokens)
 
 
 def loads(d: Harness, p: Prefill) -> list[decode_pb2.Load]:

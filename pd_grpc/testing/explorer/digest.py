@@ -27,7 +27,7 @@ from pd_grpc.engine.sim_tokenizer import SimTokenizer
 from pd_grpc.prefill.validation import ModelLimits
 from pd_grpc.protocol.faults import Fault, TransportFault
 from pd_grpc.protocol.layout import KvLayout
-from pd_grpc.protocol.serving_times import ServingTimes
+from pd_grpc.protocol.serving_times import ServingTimesByPeer
 from pd_grpc.protocol.timers import Timers
 from pd_grpc.protocol.tombstones import Tombstones
 from pd_grpc.testing.explorer.kv import TagMemory
@@ -53,13 +53,13 @@ _FOR_PEOPLE = frozenset(
 _COUNTERS = frozenset({"_sequence", "_steps", "_step", "_arrivals", "_numbers", "step"})
 """They grow, and only whether two of them are equal matters, which a walk over one state shows."""
 
-# The times of those that were served count from the sixteenth on, which no search comes to.
+# The times of those that were served count from the twentieth on, which no search comes to.
 _CONSTANT = (
     BaseModel,
     KvLayout,
     ModelLimits,
     Offer,
-    ServingTimes,
+    ServingTimesByPeer,
     SimTokenizer,
     Random,
     Interned,

@@ -93,7 +93,7 @@ def the_load_is_told_once(patch: pytest.MonkeyPatch) -> None:
     def heartbeat(self, event):  # type: ignore[no-untyped-def]
         session = self._ledger.sessions.of_stream(event.stream)
         if session is not None and session.load is not None:
-            session.load = self._load()
+            session.load = self._load(session.owner)
         right(self, event)
 
     patch.setattr(SessionDesk, "heartbeat", heartbeat)
@@ -103,8 +103,8 @@ def the_load_is_told_once(patch: pytest.MonkeyPatch) -> None:
 def who_waits_is_counted_without_its_tokens(patch: pytest.MonkeyPatch) -> None:
     right = SessionDesk._load
 
-    def load(self):  # type: ignore[no-untyped-def]
-        found = right(self)
+    def load(self, owner):  # type: ignore[no-untyped-def]
+        found = right(self, owner)
         found.queued_tokens = found.queued_requests
         return found
 
