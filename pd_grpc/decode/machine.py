@@ -126,14 +126,15 @@ class DecodeMachine:
         """Use what became free, start a step, and hand the actions out."""
         ledger = self.ledger
         self._engine.schedule()
-        while grant_id := ledger.reservations.head:
-            transfer = ledger.transfers[grant_id]
-            too_late = ledger.serving.too_late(transfer, ledger.now)
+        while head := ledger.reservations.head:
+            too_late = ledger.serving.too_late(ledger.transfers[head], ledger.now)
             if too_late is not None:
-                ledger.end(transfer, DecodeState.FAILED, too_late)
+                ledger.end(ledger.transfers[head], DecodeState.FAILED, too_late)
                 continue
-            if ledger.reservations.next_fitting(ledger.scheduler.holds_back) is None:
+            grant_id = ledger.reservations.next_fitting(ledger.scheduler.holds_back)
+            if grant_id is None:
                 break
+            transfer = ledger.transfers[grant_id]
             ledger.grant(transfer, ledger.reservations.take(grant_id))
             self._prefill.granted(transfer)
             self._client.granted(transfer)
