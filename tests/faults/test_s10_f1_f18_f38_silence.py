@@ -95,8 +95,8 @@ async def test_kv_that_stops_coming_ends_its_transfer() -> None:
         prefill, generate = await asyncio.wait_for(cluster.run(p, d, request_to(d)), 8)
         assert faults.strikes(lost) >= 1
         for outcome in (prefill, generate):
-            assert fault_of(outcome).code is Code.DEADLINE_EXCEEDED
-            assert fault_of(outcome).metadata["stage"] == "transfer"
+            assert fault_of(outcome).reason is Reason.DECODE_LOST
+            assert "stage 'transfer'" in fault_of(outcome).message
         assert not handed_off(prefill) and len(generate.tokens) <= 1, "only P's own token"
 
 
@@ -112,6 +112,6 @@ async def test_acks_that_never_come_are_no_success() -> None:
         prefill, generate = await asyncio.wait_for(cluster.run(p, d, request), 8)
         assert faults.strikes(lost) >= 1
         # D may be done with its answer before P's wait is over, and close the stream.
-        assert fault_of(prefill).reason in (Reason.STAGE_DEADLINE, Reason.RELEASED)
+        assert fault_of(prefill).reason in (Reason.DECODE_LOST, Reason.RELEASED)
         assert not handed_off(prefill)
         assert (generate.fault, generate.tokens) == (None, answer_to(request))
