@@ -298,4 +298,5 @@ async def test_nothing_of_a_request_that_was_answered_waits_to_be_collected(site
 
 def _left_of_requests() -> list[object]:
     kinds = (RoutedCall, AttemptLegs, RecoveringRequest, RoutableRequest)
-    return [each for each in gc.get_objects() if isinstance(each, kinds)]
+    # By type alone: isinstance asks each object for its class, and some of torch's warn when asked.
+    return [each for each in gc.get_objects() if type(each) in kinds]
