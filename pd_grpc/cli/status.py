@@ -97,7 +97,7 @@ def _recoveries(instances: list[dict[str, Any]]) -> list[str]:
     for i in instances:
         counts = i["recovery"] or {}
         done = [
-            f"{counts[n]} {n}" for n in ("retries", "continuations", "refused") if counts.get(n)
+            f"{n} {counts[n]}" for n in ("retries", "continuations", "refused") if counts.get(n)
         ]
         if done:
             left = f"the retry budget has {counts['budget_left']} left"

@@ -76,7 +76,7 @@ def test_what_a_router_tried_elsewhere_has_a_line() -> None:
     }
     (line,) = _recoveries([told, _as_object(info())])
     assert line == (
-        "r-1 tried requests elsewhere: 2 retries, 31 continuations; the retry budget has 969 left"
+        "r-1 tried requests elsewhere: retries 2, continuations 31; the retry budget has 969 left"
     )
 
 
