@@ -18,7 +18,7 @@ from tools.proto_source import read_protos
 
 TEXT = (ROOT / "docs" / "failures.md").read_text(encoding="utf-8")
 ROWS = ["client", "shows", "do"]
-ERROR_INFO = {"code", "reason", "transfer_id", "layers", "blocks", "stage"}
+ERROR_INFO = {"code", "reason", "transfer_id", "trace_id", "layers", "blocks", "stage"}
 """What a log line or a status carries that is no field of a message."""
 
 
