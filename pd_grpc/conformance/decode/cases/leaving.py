@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Awaitable, Callable
+
 from pd_grpc.conformance.calls import check_metadata, refusal
-from pd_grpc.conformance.case import NotApplicable, expect_equal, soon_s
+from pd_grpc.conformance.case import Broken, NotApplicable, expect_equal, soon_s
 from pd_grpc.conformance.decode import pool
 from pd_grpc.conformance.decode.cases.registry import DECODE_CASES as case
 from pd_grpc.conformance.decode.handover import HandOver, granted, handed_off
@@ -18,6 +20,9 @@ STAGES = (
     "on D prefill (its client waits for P), allocate, transfer, first_token, attach or"
     " decode; read where the caller did not take its answer."
 )
+
+TRIES = 3
+"""Clients whose time runs out, of which one must be told in time."""
 
 
 def deadline_s() -> float:
@@ -111,26 +116,35 @@ async def time_is_over_while_it_waits_for_blocks(d: DecodeHand) -> None:
     """The client's time ends while the Allocate waits: both hear of the stage."""
     p = await d.prefill()
     await pool.fill(d, p)
-    request = d.request()
-    leg = d.generate(request, timeout_s=deadline_s())
-    await d.arrived()
-    waiting = await pool.wait_in_queue(p, request, 0)
-    fault = await leg.fails(Reason.STAGE_DEADLINE, "the client's time is nearly over")
-    check_metadata(fault, stage="allocate")
-    check_metadata(await refusal(waiting, Reason.STAGE_DEADLINE, "no time"), stage="allocate")
+
+    async def run_out() -> None:
+        request = d.request()
+        leg = d.generate(request, timeout_s=deadline_s())
+        await d.arrived()
+        waiting = await pool.wait_in_queue(p, request, 0)
+        fault = await leg.fails(Reason.STAGE_DEADLINE, "the client's time is nearly over")
+        check_metadata(fault, stage="allocate")
+        refused = await refusal(waiting, Reason.STAGE_DEADLINE, "no time")
+        check_metadata(refused, stage="allocate")
+
+    await _in_time(run_out)
 
 
 @case(632, "The client's deadline is the request's budget and only shrinks.")
 async def a_client_shortens_the_budget(d: DecodeHand) -> None:
     """P's budget is long, and the client who comes later has little time: both hear of it."""
     p = await d.prefill()
-    request = d.request()
-    h = HandOver(d, p, request, await p.allocate(request), None)
-    h.client_comes(timeout_s=deadline_s())
-    fault = await h.leg.fails(Reason.STAGE_DEADLINE, "the client's time is nearly over")
-    check_metadata(fault, stage="transfer")
-    ended = await p.told_of(request, "transfer_ended, for the client's time is over")
-    expect_equal(ended.status.code, int(Code.DEADLINE_EXCEEDED), "status.code")
+
+    async def run_out() -> None:
+        request = d.request()
+        h = HandOver(d, p, request, await p.allocate(request), None)
+        h.client_comes(timeout_s=deadline_s())
+        fault = await h.leg.fails(Reason.STAGE_DEADLINE, "the client's time is nearly over")
+        check_metadata(fault, stage="transfer")
+        ended = await p.told_of(request, "transfer_ended, for the client's time is over")
+        expect_equal(ended.status.code, int(Code.DEADLINE_EXCEEDED), "status.code")
+
+    await _in_time(run_out)
 
 
 @case(633, STAGES)
@@ -139,12 +153,16 @@ async def time_is_over_while_the_first_token_is_awaited(d: DecodeHand) -> None:
     if d.times.first_token <= deadline_s():
         raise NotApplicable("the first token is not awaited for longer than the client has time")
     p = await d.prefill()
-    request = d.request()
-    h = HandOver(d, p, request, await p.allocate(request), None)
-    h.client_comes(timeout_s=deadline_s())
-    await h.send_kv()
-    fault = await h.leg.fails(Reason.STAGE_DEADLINE, "the client's time is nearly over")
-    check_metadata(fault, stage="first_token")
+
+    async def run_out() -> None:
+        request = d.request()
+        h = HandOver(d, p, request, await p.allocate(request), None)
+        h.client_comes(timeout_s=deadline_s())
+        await h.send_kv()
+        fault = await h.leg.fails(Reason.STAGE_DEADLINE, "the client's time is nearly over")
+        check_metadata(fault, stage="first_token")
+
+    await _in_time(run_out)
 
 
 @case(634, STAGES)
@@ -156,6 +174,16 @@ async def time_is_over_while_the_client_is_awaited(d: DecodeHand) -> None:
     await h.ends_as(types_pb2.TRANSFER_STATE_FAILED)
     fault = await h.client_comes().fails(Reason.STAGE_DEADLINE, "the budget was over")
     check_metadata(fault, stage="attach")
+
+
+async def _in_time(run_out: Callable[[], Awaitable[None]]) -> None:
+    """The word must come in a client's last 100 ms; a busy machine may be late for some."""
+    for left in reversed(range(TRIES)):
+        try:
+            return await run_out()
+        except Broken:
+            if not left:
+                raise
 
 
 async def _told(h: HandOver) -> None:
