@@ -165,6 +165,6 @@ format: $(STAMP)
 
 clean:
 	rm -rf $(BUILD) dist $(VENV) $(PROTOC_VENV) *.egg-info
-	rm -rf .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .pytest_cache .mypy_cache .ruff_cache .hypothesis .mypy_worker.*.json
 	rm -rf examples/node/node_modules
 	find pd_grpc servers tests tools -name __pycache__ -prune -exec rm -rf {} +
