@@ -15,6 +15,7 @@ from pd_grpc.cli.generate import generate
 from pd_grpc.cli.serve import serve
 from pd_grpc.cli.soak import soak
 from pd_grpc.cli.status import status
+from pd_grpc.cli.trace import trace
 from pd_grpc.cli.unplug import unplug
 from pd_grpc.cli.up import up
 from pd_grpc.protocol.version import VERSION
@@ -30,6 +31,7 @@ app.command()(up)
 app.add_typer(serve, name="serve")
 app.command()(generate)
 app.command()(status)
+app.command()(trace)
 app.command()(conformance)
 app.command()(explore)
 app.command()(soak)
@@ -54,6 +56,7 @@ def options(
     if context.invoked_subcommand in (
         "generate",
         "status",
+        "trace",
         "conformance",
         "explore",
         "soak",

@@ -6,10 +6,14 @@ import json
 import sys
 from typing import Any
 
+import grpc
 import typer
 
+from pd_grpc.cli import trace
 from pd_grpc.cli.console import EXIT_FAILED, Endpoint, describe, refuse, say_error
 from pd_grpc.client import Answer, Client, Fault, Generation, Options, RequestError, TransportFault
+from pd_grpc.protocol import rpc
+from pd_grpc.v1 import admin_pb2
 
 _STOP: list[str] = typer.Option([], help="A string that ends the answer; may be repeated.")
 
@@ -34,6 +38,7 @@ def generate(
         False, "--raw/--chat", help="The plain text, or a chat message (the default)."
     ),
     deadline: float | None = typer.Option(None, help="Seconds the answer may take."),
+    with_trace: bool = typer.Option(False, "--trace", help="Show where the time went."),
     as_json: bool = typer.Option(False, "--json", help="Print one JSON object at the end."),
 ) -> None:
     """Ask for an answer and stream it."""
@@ -57,7 +62,12 @@ def generate(
             Client(endpoint) as client,
             client.generate(**prompt, timeout_s=deadline, **options) as generation,
         ):
-            answer = _stream(generation, quiet=as_json)
+            try:
+                answer = _stream(generation, quiet=as_json)
+            finally:
+                spans = _spans(endpoint, generation.trace_id) if with_trace else []
+                if spans and not as_json:
+                    trace.show(spans)
     except (Fault, TransportFault) as error:
         say_error(describe(error, endpoint))
         raise typer.Exit(EXIT_FAILED) from error
@@ -67,7 +77,10 @@ def generate(
     except KeyboardInterrupt:
         raise typer.Exit(EXIT_INTERRUPTED) from None
     if as_json:
-        print(json.dumps(as_object(answer, generation), ensure_ascii=False))
+        found = as_object(answer, generation)
+        if with_trace:
+            found["spans"] = trace.as_objects(spans)
+        print(json.dumps(found, ensure_ascii=False))
 
 
 def as_object(answer: Answer, generation: Generation) -> dict[str, Any]:
@@ -89,6 +102,15 @@ def as_object(answer: Answer, generation: Generation) -> dict[str, Any]:
         "request_id": generation.request_id,
         "trace_id": generation.trace_id,
     }
+
+
+def _spans(endpoint: str, trace_id: str) -> list[admin_pb2.Span]:
+    """Where the time went; none, with a word, where the servers do not tell."""
+    try:
+        return trace.fetch(endpoint, trace_id, ended=True)
+    except grpc.RpcError as error:
+        say_error(f"no trace: {describe(rpc.read_error(error), endpoint)}")
+        return []
 
 
 def _stream(generation: Generation, quiet: bool) -> Answer:

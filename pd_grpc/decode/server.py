@@ -129,12 +129,12 @@ async def start_decode(
         raise
     instance = types_pb2.Instance(name=control.name, epoch=epoch, role=types_pb2.ROLE_DECODE)
     machine = _machine(config, engine, instance, bulk)
-    tracing = Tracing(clock, instance.name, "decode", tracer_provider)
+    tracing = Tracing(clock, instance.name, "decode", tracer_provider, config.traces_kept)
     changes = ChangeFeed()
     runtime = DecodeRuntime(machine, engine, clock, DecodeSpans(tracing), control.set_ready)
     runtime.connect(bulk)
     bulk.listeners.append(runtime.feed_from_thread)
-    view = DecodeView(config, engine.name, runtime, control, clock, changes)
+    view = DecodeView(config, engine.name, runtime, control, clock, changes, tracing.recent)
     runtime.listeners.append(view.changed)
     info = model_info(engine)
     decode_pb2_grpc.add_DecodeServiceServicer_to_server(

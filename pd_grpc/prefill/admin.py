@@ -14,7 +14,9 @@ from pd_grpc.protocol.clock import Clock
 from pd_grpc.protocol.config import PrefillConfig
 from pd_grpc.protocol.messages import duration
 from pd_grpc.protocol.serving import ControlServer
+from pd_grpc.protocol.span_messages import span_messages
 from pd_grpc.protocol.version import VERSION
+from pd_grpc.telemetry.recent import RecentTraces
 from pd_grpc.v1 import admin_pb2
 
 
@@ -29,6 +31,7 @@ class PrefillView:
         control: ControlServer,
         clock: Clock,
         changes: ChangeFeed,
+        traces: RecentTraces,
     ) -> None:
         self._config = config
         self._model = model
@@ -37,6 +40,7 @@ class PrefillView:
         self._control = control
         self._clock = clock
         self._changes = changes
+        self._traces = traces
         self._started = clock.now()
 
     def server_info(self) -> admin_pb2.ServerInfo:
@@ -69,6 +73,14 @@ class PrefillView:
         return info
 
     async def peer_infos(self) -> list[admin_pb2.ServerInfo]:
+        """Nobody is behind a P."""
+        return []
+
+    def spans(self, wanted: str) -> list[admin_pb2.Span]:
+        """What is still known of a trace."""
+        return span_messages(self._traces.find(wanted))
+
+    async def peer_spans(self, trace_id: str) -> list[admin_pb2.Span]:
         """Nobody is behind a P."""
         return []
 

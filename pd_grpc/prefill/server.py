@@ -137,7 +137,7 @@ async def start_prefill(
     )
     pool = BlockPool(engine.memory.num_blocks)
     machine = PrefillMachine(config, instance, model_limits(engine), pool, engine.tokenizer())
-    tracing = Tracing(clock, instance.name, "prefill", tracer_provider)
+    tracing = Tracing(clock, instance.name, "prefill", tracer_provider, config.traces_kept)
     runtime = PrefillRuntime(
         machine, engine, config, clock, PrefillSpans(tracing), control.set_ready, peers
     )
@@ -148,7 +148,7 @@ async def start_prefill(
     bulk.start()
     runtime.connect(bulk)
     changes = ChangeFeed()
-    view = PrefillView(config, engine.name, runtime, control, clock, changes)
+    view = PrefillView(config, engine.name, runtime, control, clock, changes, tracing.recent)
     metrics = PrepareMetrics(meter(meter_provider), machine.placement.pool, clock)
     runtime.listeners += [view.changed, metrics.changed]
     prefill_pb2_grpc.add_PrefillServiceServicer_to_server(

@@ -48,6 +48,14 @@ class AdminView(Protocol):
         """One transfer, ended ones while they are remembered; attempt 0 is the newest."""
         ...
 
+    def spans(self, wanted: str) -> list[admin_pb2.Span]:
+        """What is still known of a trace, by its id or that of a request or transfer."""
+        ...
+
+    async def peer_spans(self, trace_id: str) -> list[admin_pb2.Span]:
+        """The same of the instances behind a router; nothing elsewhere."""
+        ...
+
     def release(self, transfer_id: str, attempt: int, reason: str) -> admin_pb2.TransferInfo | None:
         """End a transfer by hand; None when it is not known. One that has ended stays as it is."""
         ...
@@ -215,6 +223,20 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
             await rpc.abort(context, _unknown(request.transfer_id, request.attempt))
         return admin_pb2.ReleaseTransferResponse(transfer=info)
 
+    async def GetTrace(
+        self, request: admin_pb2.GetTraceRequest, context: Context
+    ) -> admin_pb2.GetTraceResponse:
+        if errors := transfer_id_errors(request.id, "id"):
+            await rpc.abort(context, bad_request(errors))
+        spans = self._view.spans(request.id)
+        if request.peers:
+            trace_id = spans[0].trace_id if spans else request.id
+            spans += await self._view.peer_spans(trace_id)
+        if not spans:
+            await rpc.abort(context, _unknown_trace(request.id))
+        spans.sort(key=lambda span: span.start.ToNanoseconds())
+        return admin_pb2.GetTraceResponse(spans=spans)
+
     async def Drain(
         self, request: admin_pb2.DrainRequest, context: Context
     ) -> admin_pb2.DrainResponse:
@@ -269,3 +291,7 @@ def _parse_page_token(token: str) -> TransferKey | None:
 def _unknown(transfer_id: str, attempt: int) -> Fault:
     which = f"attempt {attempt} of {transfer_id}" if attempt else transfer_id
     return Fault(Reason.UNKNOWN_TRANSFER, f"no transfer {which} is known here")
+
+
+def _unknown_trace(wanted: str) -> Fault:
+    return Fault(Reason.UNKNOWN_TRANSFER, f"no trace of {wanted} is kept here")

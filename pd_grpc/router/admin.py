@@ -13,10 +13,12 @@ from pd_grpc.protocol.config import RouterConfig
 from pd_grpc.protocol.faults import Fault, Reason
 from pd_grpc.protocol.messages import duration
 from pd_grpc.protocol.serving import ControlServer
+from pd_grpc.protocol.span_messages import span_messages
 from pd_grpc.protocol.version import VERSION
 from pd_grpc.router.discovery import Discovery, InstanceView
 from pd_grpc.router.in_flight import InFlight
 from pd_grpc.router.recovery import Kind, Recovery
+from pd_grpc.telemetry.recent import RecentTraces
 from pd_grpc.v1 import admin_pb2, types_pb2
 
 _PEER_INFO_S = 1.0
@@ -35,6 +37,7 @@ class RouterAdmin:
         discovery: Discovery,
         in_flight: InFlight,
         recovery: Recovery,
+        traces: RecentTraces,
         drain: Callable[[float | None], int],
     ) -> None:
         self._config = config
@@ -44,6 +47,7 @@ class RouterAdmin:
         self._discovery = discovery
         self._in_flight = in_flight
         self._recovery = recovery
+        self._traces = traces
         self._drain = drain
         self._started = clock.now()
         self.draining = False
@@ -77,6 +81,15 @@ class RouterAdmin:
         if running is not None:
             return running.info()
         return self._in_flight.ended(transfer_id, attempt)
+
+    def spans(self, wanted: str) -> list[admin_pb2.Span]:
+        return span_messages(self._traces.find(wanted))
+
+    async def peer_spans(self, trace_id: str) -> list[admin_pb2.Span]:
+        found = await asyncio.gather(
+            *(self._ask_spans(view, trace_id) for view in self._discovery.instances)
+        )
+        return [span for spans in found for span in spans]
 
     def release(self, transfer_id: str, attempt: int, reason: str) -> admin_pb2.TransferInfo | None:
         running = self._in_flight.find(transfer_id, attempt)
@@ -117,6 +130,15 @@ class RouterAdmin:
             )
         info: admin_pb2.ServerInfo = answer.server
         return info
+
+    async def _ask_spans(self, view: InstanceView, trace_id: str) -> list[admin_pb2.Span]:
+        """An instance that has none, or does not answer, has no part in what is shown."""
+        request = admin_pb2.GetTraceRequest(id=trace_id)
+        try:
+            answer = await view.admin.GetTrace(request, timeout=_PEER_INFO_S)
+        except grpc.aio.AioRpcError:
+            return []
+        return list(answer.spans)
 
 
 def _counts(counts: Counter[types_pb2.TransferState]) -> list[admin_pb2.TransferCount]:

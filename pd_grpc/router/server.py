@@ -57,7 +57,9 @@ class RouterServer:
         self._changes = ChangeFeed()
         self.in_flight = InFlight(config, clock, self._changes)
         self.discovery = Discovery(config, self._update_readiness, interceptors)
-        self._tracing = Tracing(clock, self.instance.name, "router", tracer_provider)
+        self._tracing = Tracing(
+            clock, self.instance.name, "router", tracer_provider, config.traces_kept
+        )
         self.routing = Routing(
             config,
             clock,
@@ -78,6 +80,7 @@ class RouterServer:
             self.discovery,
             self.in_flight,
             self.routing.recovery,
+            self._tracing.recent,
             self.drain,
         )
         self._draining: asyncio.Task[None] | None = None

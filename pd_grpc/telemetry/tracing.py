@@ -29,6 +29,7 @@ from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapProp
 from opentelemetry.util.types import AttributeValue
 
 from pd_grpc.telemetry import names
+from pd_grpc.telemetry.recent import RecentTraces
 
 _SCOPE = "pd_grpc"
 _W3C = TraceContextTextMapPropagator()
@@ -50,13 +51,23 @@ class Clock(Protocol):
 class Tracing:
     """Starts and ends the spans of one instance. Safe from any thread.
 
-    Without a provider nothing is recorded, yet every request has a trace id and passes on that of
-    its caller, so that logs and answers name it all the same.
+    Without a provider, and with no trace to keep, nothing is recorded, yet every request has a
+    trace id and passes on that of its caller, so that logs and answers name it all the same.
     """
 
     def __init__(
-        self, clock: Clock, instance: str, role: str, provider: TracerProvider | None = None
+        self,
+        clock: Clock,
+        instance: str,
+        role: str,
+        provider: TracerProvider | None = None,
+        keep: int = 0,
     ) -> None:
+        """`keep` is how many of the last traces stay in memory, in `recent`."""
+        self.recent = RecentTraces(instance, keep)
+        if keep:
+            provider = provider or TracerProvider(shutdown_on_exit=False)
+            provider.add_span_processor(self.recent)
         self._clock = clock
         # One anchor between the two clocks: spans of one process keep their order and lengths even
         # when the wall clock is set.

@@ -23,12 +23,13 @@ _sym_db = _symbol_database.Default()
 
 
 from google.protobuf import duration_pb2 as google_dot_protobuf_dot_duration__pb2
+from google.protobuf import timestamp_pb2 as google_dot_protobuf_dot_timestamp__pb2
 from google.rpc import status_pb2 as google_dot_rpc_dot_status__pb2
 from pd_grpc.v1 import sampling_pb2 as pd__grpc_dot_v1_dot_sampling__pb2
 from pd_grpc.v1 import types_pb2 as pd__grpc_dot_v1_dot_types__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16pd_grpc/v1/admin.proto\x12\npd_grpc.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x17google/rpc/status.proto\x1a\x19pd_grpc/v1/sampling.proto\x1a\x16pd_grpc/v1/types.proto\"%\n\x14GetServerInfoRequest\x12\r\n\x05peers\x18\x01 \x01(\x08\"f\n\x15GetServerInfoResponse\x12&\n\x06server\x18\x01 \x01(\x0b\x32\x16.pd_grpc.v1.ServerInfo\x12%\n\x05peers\x18\x02 \x03(\x0b\x32\x16.pd_grpc.v1.ServerInfo\"\xac\x04\n\nServerInfo\x12&\n\x08instance\x18\x01 \x01(\x0b\x32\x14.pd_grpc.v1.Instance\x12\x10\n\x08\x65ndpoint\x18\x02 \x01(\t\x12\"\n\x06health\x18\x03 \x01(\x0e\x32\x12.pd_grpc.v1.Health\x12\x15\n\rhealth_reason\x18\x04 \x01(\t\x12\x0f\n\x07version\x18\x05 \x01(\t\x12\r\n\x05model\x18\x06 \x01(\t\x12)\n\x06uptime\x18\x07 \x01(\x0b\x32\x19.google.protobuf.Duration\x12&\n\x06\x62locks\x18\x08 \x03(\x0b\x32\x16.pd_grpc.v1.BlockCount\x12,\n\ttransfers\x18\t \x03(\x0b\x32\x19.pd_grpc.v1.TransferCount\x12(\n\x05\x65nded\x18\n \x03(\x0b\x32\x19.pd_grpc.v1.TransferCount\x12\x13\n\x0blate_events\x18\x0b \x01(\x04\x12\x36\n\x08settings\x18\x0c \x03(\x0b\x32$.pd_grpc.v1.ServerInfo.SettingsEntry\x12(\n\x07prepare\x18\r \x03(\x0b\x32\x17.pd_grpc.v1.PrepareLane\x12\x0e\n\x06paused\x18\x0e \x01(\x08\x12&\n\x08recovery\x18\x0f \x01(\x0b\x32\x14.pd_grpc.v1.Recovery\x1a/\n\rSettingsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"X\n\x08Recovery\x12\x0f\n\x07retries\x18\x01 \x01(\x04\x12\x15\n\rcontinuations\x18\x02 \x01(\x04\x12\x0f\n\x07refused\x18\x03 \x01(\x04\x12\x13\n\x0b\x62udget_left\x18\x04 \x01(\x04\"\x88\x02\n\x0bPrepareLane\x12\x0e\n\x06\x64\x65\x63ode\x18\x01 \x01(\t\x12\x11\n\tin_flight\x18\x02 \x01(\r\x12\r\n\x05ready\x18\x03 \x01(\r\x12\x0f\n\x07waiting\x18\x04 \x01(\r\x12/\n\x0c\x62\x61\x63koff_left\x18\x05 \x01(\x0b\x32\x19.google.protobuf.Duration\x12)\n\x07\x62reaker\x18\x06 \x01(\x0e\x32\x18.pd_grpc.v1.BreakerState\x12/\n\x0c\x62reaker_left\x18\x07 \x01(\x0b\x32\x19.google.protobuf.Duration\x12)\n\rbreaker_fault\x18\x08 \x01(\x0b\x32\x12.google.rpc.Status\"C\n\nBlockCount\x12%\n\x05state\x18\x01 \x01(\x0e\x32\x16.pd_grpc.v1.BlockState\x12\x0e\n\x06\x62locks\x18\x02 \x01(\r\"L\n\rTransferCount\x12(\n\x05state\x18\x01 \x01(\x0e\x32\x19.pd_grpc.v1.TransferState\x12\x11\n\ttransfers\x18\x02 \x01(\x04\"\xd1\x03\n\x0cTransferInfo\x12$\n\x03ref\x18\x01 \x01(\x0b\x32\x17.pd_grpc.v1.TransferRef\x12\x12\n\nrequest_id\x18\x02 \x01(\t\x12(\n\x05state\x18\x03 \x01(\x0e\x32\x19.pd_grpc.v1.TransferState\x12&\n\x03\x61ge\x18\x04 \x01(\x0b\x32\x19.google.protobuf.Duration\x12,\n\tstate_age\x18\x05 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x0e\n\x06holder\x18\x06 \x01(\t\x12\x0e\n\x06\x62locks\x18\x07 \x01(\r\x12\x11\n\twaits_for\x18\x08 \x01(\t\x12\x12\n\nnext_timer\x18\t \x01(\t\x12\x30\n\rnext_timer_in\x18\n \x01(\x0b\x32\x19.google.protobuf.Duration\x12&\n\nlast_error\x18\x0b \x01(\x0b\x32\x12.google.rpc.Status\x12\x0c\n\x04peer\x18\x0c \x01(\t\x12\x15\n\rprompt_tokens\x18\r \x01(\r\x12\x18\n\x10generated_tokens\x18\x0e \x01(\r\x12\'\n\x05scope\x18\x0f \x01(\x0b\x32\x18.pd_grpc.v1.RequestScope\"h\n\x14ListTransfersRequest\x12)\n\x06states\x18\x01 \x03(\x0e\x32\x19.pd_grpc.v1.TransferState\x12\x11\n\tpage_size\x18\x02 \x01(\r\x12\x12\n\npage_token\x18\x03 \x01(\t\"]\n\x15ListTransfersResponse\x12+\n\ttransfers\x18\x01 \x03(\x0b\x32\x18.pd_grpc.v1.TransferInfo\x12\x17\n\x0fnext_page_token\x18\x02 \x01(\t\":\n\x12GetTransferRequest\x12\x13\n\x0btransfer_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\"A\n\x13GetTransferResponse\x12*\n\x08transfer\x18\x01 \x01(\x0b\x32\x18.pd_grpc.v1.TransferInfo\",\n\x15WatchTransfersRequest\x12\x13\n\x0btransfer_id\x18\x01 \x01(\t\"U\n\x16WatchTransfersResponse\x12*\n\x08transfer\x18\x01 \x01(\x0b\x32\x18.pd_grpc.v1.TransferInfo\x12\x0f\n\x07skipped\x18\x02 \x01(\x04\"N\n\x16ReleaseTransferRequest\x12\x13\n\x0btransfer_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12\x0e\n\x06reason\x18\x03 \x01(\t\"E\n\x17ReleaseTransferResponse\x12*\n\x08transfer\x18\x01 \x01(\x0b\x32\x18.pd_grpc.v1.TransferInfo\";\n\x0c\x44rainRequest\x12+\n\x08\x64\x65\x61\x64line\x18\x01 \x01(\x0b\x32\x19.google.protobuf.Duration\"\"\n\rDrainResponse\x12\x11\n\ttransfers\x18\x01 \x01(\r*|\n\x0c\x42reakerState\x12\x1d\n\x19\x42REAKER_STATE_UNSPECIFIED\x10\x00\x12\x18\n\x14\x42REAKER_STATE_CLOSED\x10\x01\x12\x16\n\x12\x42REAKER_STATE_OPEN\x10\x02\x12\x1b\n\x17\x42REAKER_STATE_HALF_OPEN\x10\x03*y\n\x06Health\x12\x16\n\x12HEALTH_UNSPECIFIED\x10\x00\x12\x12\n\x0eHEALTH_SERVING\x10\x01\x12\x16\n\x12HEALTH_NOT_SERVING\x10\x02\x12\x13\n\x0fHEALTH_DRAINING\x10\x03\x12\x16\n\x12HEALTH_UNREACHABLE\x10\x04*\xf7\x01\n\nBlockState\x12\x1b\n\x17\x42LOCK_STATE_UNSPECIFIED\x10\x00\x12\x14\n\x10\x42LOCK_STATE_FREE\x10\x01\x12\x16\n\x12\x42LOCK_STATE_CACHED\x10\x02\x12\x18\n\x14\x42LOCK_STATE_RESERVED\x10\x03\x12\x19\n\x15\x42LOCK_STATE_RECEIVING\x10\x04\x12\x18\n\x14\x42LOCK_STATE_DECODING\x10\x05\x12\x1b\n\x17\x42LOCK_STATE_QUARANTINED\x10\x06\x12\x19\n\x15\x42LOCK_STATE_COMPUTING\x10\x07\x12\x17\n\x13\x42LOCK_STATE_SENDING\x10\x08\x32\xff\x03\n\x0c\x41\x64minService\x12T\n\rGetServerInfo\x12 .pd_grpc.v1.GetServerInfoRequest\x1a!.pd_grpc.v1.GetServerInfoResponse\x12T\n\rListTransfers\x12 .pd_grpc.v1.ListTransfersRequest\x1a!.pd_grpc.v1.ListTransfersResponse\x12N\n\x0bGetTransfer\x12\x1e.pd_grpc.v1.GetTransferRequest\x1a\x1f.pd_grpc.v1.GetTransferResponse\x12Y\n\x0eWatchTransfers\x12!.pd_grpc.v1.WatchTransfersRequest\x1a\".pd_grpc.v1.WatchTransfersResponse0\x01\x12Z\n\x0fReleaseTransfer\x12\".pd_grpc.v1.ReleaseTransferRequest\x1a#.pd_grpc.v1.ReleaseTransferResponse\x12<\n\x05\x44rain\x12\x18.pd_grpc.v1.DrainRequest\x1a\x19.pd_grpc.v1.DrainResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16pd_grpc/v1/admin.proto\x12\npd_grpc.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x1fgoogle/protobuf/timestamp.proto\x1a\x17google/rpc/status.proto\x1a\x19pd_grpc/v1/sampling.proto\x1a\x16pd_grpc/v1/types.proto\"%\n\x14GetServerInfoRequest\x12\r\n\x05peers\x18\x01 \x01(\x08\"f\n\x15GetServerInfoResponse\x12&\n\x06server\x18\x01 \x01(\x0b\x32\x16.pd_grpc.v1.ServerInfo\x12%\n\x05peers\x18\x02 \x03(\x0b\x32\x16.pd_grpc.v1.ServerInfo\"\xac\x04\n\nServerInfo\x12&\n\x08instance\x18\x01 \x01(\x0b\x32\x14.pd_grpc.v1.Instance\x12\x10\n\x08\x65ndpoint\x18\x02 \x01(\t\x12\"\n\x06health\x18\x03 \x01(\x0e\x32\x12.pd_grpc.v1.Health\x12\x15\n\rhealth_reason\x18\x04 \x01(\t\x12\x0f\n\x07version\x18\x05 \x01(\t\x12\r\n\x05model\x18\x06 \x01(\t\x12)\n\x06uptime\x18\x07 \x01(\x0b\x32\x19.google.protobuf.Duration\x12&\n\x06\x62locks\x18\x08 \x03(\x0b\x32\x16.pd_grpc.v1.BlockCount\x12,\n\ttransfers\x18\t \x03(\x0b\x32\x19.pd_grpc.v1.TransferCount\x12(\n\x05\x65nded\x18\n \x03(\x0b\x32\x19.pd_grpc.v1.TransferCount\x12\x13\n\x0blate_events\x18\x0b \x01(\x04\x12\x36\n\x08settings\x18\x0c \x03(\x0b\x32$.pd_grpc.v1.ServerInfo.SettingsEntry\x12(\n\x07prepare\x18\r \x03(\x0b\x32\x17.pd_grpc.v1.PrepareLane\x12\x0e\n\x06paused\x18\x0e \x01(\x08\x12&\n\x08recovery\x18\x0f \x01(\x0b\x32\x14.pd_grpc.v1.Recovery\x1a/\n\rSettingsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"X\n\x08Recovery\x12\x0f\n\x07retries\x18\x01 \x01(\x04\x12\x15\n\rcontinuations\x18\x02 \x01(\x04\x12\x0f\n\x07refused\x18\x03 \x01(\x04\x12\x13\n\x0b\x62udget_left\x18\x04 \x01(\x04\"\x88\x02\n\x0bPrepareLane\x12\x0e\n\x06\x64\x65\x63ode\x18\x01 \x01(\t\x12\x11\n\tin_flight\x18\x02 \x01(\r\x12\r\n\x05ready\x18\x03 \x01(\r\x12\x0f\n\x07waiting\x18\x04 \x01(\r\x12/\n\x0c\x62\x61\x63koff_left\x18\x05 \x01(\x0b\x32\x19.google.protobuf.Duration\x12)\n\x07\x62reaker\x18\x06 \x01(\x0e\x32\x18.pd_grpc.v1.BreakerState\x12/\n\x0c\x62reaker_left\x18\x07 \x01(\x0b\x32\x19.google.protobuf.Duration\x12)\n\rbreaker_fault\x18\x08 \x01(\x0b\x32\x12.google.rpc.Status\"C\n\nBlockCount\x12%\n\x05state\x18\x01 \x01(\x0e\x32\x16.pd_grpc.v1.BlockState\x12\x0e\n\x06\x62locks\x18\x02 \x01(\r\"L\n\rTransferCount\x12(\n\x05state\x18\x01 \x01(\x0e\x32\x19.pd_grpc.v1.TransferState\x12\x11\n\ttransfers\x18\x02 \x01(\x04\"\xd1\x03\n\x0cTransferInfo\x12$\n\x03ref\x18\x01 \x01(\x0b\x32\x17.pd_grpc.v1.TransferRef\x12\x12\n\nrequest_id\x18\x02 \x01(\t\x12(\n\x05state\x18\x03 \x01(\x0e\x32\x19.pd_grpc.v1.TransferState\x12&\n\x03\x61ge\x18\x04 \x01(\x0b\x32\x19.google.protobuf.Duration\x12,\n\tstate_age\x18\x05 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x0e\n\x06holder\x18\x06 \x01(\t\x12\x0e\n\x06\x62locks\x18\x07 \x01(\r\x12\x11\n\twaits_for\x18\x08 \x01(\t\x12\x12\n\nnext_timer\x18\t \x01(\t\x12\x30\n\rnext_timer_in\x18\n \x01(\x0b\x32\x19.google.protobuf.Duration\x12&\n\nlast_error\x18\x0b \x01(\x0b\x32\x12.google.rpc.Status\x12\x0c\n\x04peer\x18\x0c \x01(\t\x12\x15\n\rprompt_tokens\x18\r \x01(\r\x12\x18\n\x10generated_tokens\x18\x0e \x01(\r\x12\'\n\x05scope\x18\x0f \x01(\x0b\x32\x18.pd_grpc.v1.RequestScope\"h\n\x14ListTransfersRequest\x12)\n\x06states\x18\x01 \x03(\x0e\x32\x19.pd_grpc.v1.TransferState\x12\x11\n\tpage_size\x18\x02 \x01(\r\x12\x12\n\npage_token\x18\x03 \x01(\t\"]\n\x15ListTransfersResponse\x12+\n\ttransfers\x18\x01 \x03(\x0b\x32\x18.pd_grpc.v1.TransferInfo\x12\x17\n\x0fnext_page_token\x18\x02 \x01(\t\":\n\x12GetTransferRequest\x12\x13\n\x0btransfer_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\"A\n\x13GetTransferResponse\x12*\n\x08transfer\x18\x01 \x01(\x0b\x32\x18.pd_grpc.v1.TransferInfo\",\n\x15WatchTransfersRequest\x12\x13\n\x0btransfer_id\x18\x01 \x01(\t\"U\n\x16WatchTransfersResponse\x12*\n\x08transfer\x18\x01 \x01(\x0b\x32\x18.pd_grpc.v1.TransferInfo\x12\x0f\n\x07skipped\x18\x02 \x01(\x04\"N\n\x16ReleaseTransferRequest\x12\x13\n\x0btransfer_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12\x0e\n\x06reason\x18\x03 \x01(\t\"E\n\x17ReleaseTransferResponse\x12*\n\x08transfer\x18\x01 \x01(\x0b\x32\x18.pd_grpc.v1.TransferInfo\",\n\x0fGetTraceRequest\x12\n\n\x02id\x18\x01 \x01(\t\x12\r\n\x05peers\x18\x02 \x01(\x08\"3\n\x10GetTraceResponse\x12\x1f\n\x05spans\x18\x01 \x03(\x0b\x32\x10.pd_grpc.v1.Span\"\xe3\x02\n\x04Span\x12\x10\n\x08trace_id\x18\x01 \x01(\t\x12\x0f\n\x07span_id\x18\x02 \x01(\t\x12\x11\n\tparent_id\x18\x03 \x01(\t\x12\x0c\n\x04name\x18\x04 \x01(\t\x12\x10\n\x08instance\x18\x05 \x01(\t\x12\x0c\n\x04role\x18\x06 \x01(\t\x12)\n\x05start\x18\x07 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12+\n\x08\x64uration\x18\x08 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x0f\n\x07outcome\x18\t \x01(\t\x12\x34\n\nattributes\x18\n \x03(\x0b\x32 .pd_grpc.v1.Span.AttributesEntry\x12%\n\x06\x65vents\x18\x0b \x03(\x0b\x32\x15.pd_grpc.v1.SpanEvent\x1a\x31\n\x0f\x41ttributesEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"\xb1\x01\n\tSpanEvent\x12\x0c\n\x04name\x18\x01 \x01(\t\x12(\n\x05\x61\x66ter\x18\x02 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x39\n\nattributes\x18\x03 \x03(\x0b\x32%.pd_grpc.v1.SpanEvent.AttributesEntry\x1a\x31\n\x0f\x41ttributesEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\";\n\x0c\x44rainRequest\x12+\n\x08\x64\x65\x61\x64line\x18\x01 \x01(\x0b\x32\x19.google.protobuf.Duration\"\"\n\rDrainResponse\x12\x11\n\ttransfers\x18\x01 \x01(\r*|\n\x0c\x42reakerState\x12\x1d\n\x19\x42REAKER_STATE_UNSPECIFIED\x10\x00\x12\x18\n\x14\x42REAKER_STATE_CLOSED\x10\x01\x12\x16\n\x12\x42REAKER_STATE_OPEN\x10\x02\x12\x1b\n\x17\x42REAKER_STATE_HALF_OPEN\x10\x03*y\n\x06Health\x12\x16\n\x12HEALTH_UNSPECIFIED\x10\x00\x12\x12\n\x0eHEALTH_SERVING\x10\x01\x12\x16\n\x12HEALTH_NOT_SERVING\x10\x02\x12\x13\n\x0fHEALTH_DRAINING\x10\x03\x12\x16\n\x12HEALTH_UNREACHABLE\x10\x04*\xf7\x01\n\nBlockState\x12\x1b\n\x17\x42LOCK_STATE_UNSPECIFIED\x10\x00\x12\x14\n\x10\x42LOCK_STATE_FREE\x10\x01\x12\x16\n\x12\x42LOCK_STATE_CACHED\x10\x02\x12\x18\n\x14\x42LOCK_STATE_RESERVED\x10\x03\x12\x19\n\x15\x42LOCK_STATE_RECEIVING\x10\x04\x12\x18\n\x14\x42LOCK_STATE_DECODING\x10\x05\x12\x1b\n\x17\x42LOCK_STATE_QUARANTINED\x10\x06\x12\x19\n\x15\x42LOCK_STATE_COMPUTING\x10\x07\x12\x17\n\x13\x42LOCK_STATE_SENDING\x10\x08\x32\xc6\x04\n\x0c\x41\x64minService\x12T\n\rGetServerInfo\x12 .pd_grpc.v1.GetServerInfoRequest\x1a!.pd_grpc.v1.GetServerInfoResponse\x12T\n\rListTransfers\x12 .pd_grpc.v1.ListTransfersRequest\x1a!.pd_grpc.v1.ListTransfersResponse\x12N\n\x0bGetTransfer\x12\x1e.pd_grpc.v1.GetTransferRequest\x1a\x1f.pd_grpc.v1.GetTransferResponse\x12Y\n\x0eWatchTransfers\x12!.pd_grpc.v1.WatchTransfersRequest\x1a\".pd_grpc.v1.WatchTransfersResponse0\x01\x12Z\n\x0fReleaseTransfer\x12\".pd_grpc.v1.ReleaseTransferRequest\x1a#.pd_grpc.v1.ReleaseTransferResponse\x12\x45\n\x08GetTrace\x12\x1b.pd_grpc.v1.GetTraceRequest\x1a\x1c.pd_grpc.v1.GetTraceResponse\x12<\n\x05\x44rain\x12\x18.pd_grpc.v1.DrainRequest\x1a\x19.pd_grpc.v1.DrainResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -37,50 +38,66 @@ if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_SERVERINFO_SETTINGSENTRY']._loaded_options = None
   _globals['_SERVERINFO_SETTINGSENTRY']._serialized_options = b'8\001'
-  _globals['_BREAKERSTATE']._serialized_start=2529
-  _globals['_BREAKERSTATE']._serialized_end=2653
-  _globals['_HEALTH']._serialized_start=2655
-  _globals['_HEALTH']._serialized_end=2776
-  _globals['_BLOCKSTATE']._serialized_start=2779
-  _globals['_BLOCKSTATE']._serialized_end=3026
-  _globals['_GETSERVERINFOREQUEST']._serialized_start=146
-  _globals['_GETSERVERINFOREQUEST']._serialized_end=183
-  _globals['_GETSERVERINFORESPONSE']._serialized_start=185
-  _globals['_GETSERVERINFORESPONSE']._serialized_end=287
-  _globals['_SERVERINFO']._serialized_start=290
-  _globals['_SERVERINFO']._serialized_end=846
-  _globals['_SERVERINFO_SETTINGSENTRY']._serialized_start=799
-  _globals['_SERVERINFO_SETTINGSENTRY']._serialized_end=846
-  _globals['_RECOVERY']._serialized_start=848
-  _globals['_RECOVERY']._serialized_end=936
-  _globals['_PREPARELANE']._serialized_start=939
-  _globals['_PREPARELANE']._serialized_end=1203
-  _globals['_BLOCKCOUNT']._serialized_start=1205
-  _globals['_BLOCKCOUNT']._serialized_end=1272
-  _globals['_TRANSFERCOUNT']._serialized_start=1274
-  _globals['_TRANSFERCOUNT']._serialized_end=1350
-  _globals['_TRANSFERINFO']._serialized_start=1353
-  _globals['_TRANSFERINFO']._serialized_end=1818
-  _globals['_LISTTRANSFERSREQUEST']._serialized_start=1820
-  _globals['_LISTTRANSFERSREQUEST']._serialized_end=1924
-  _globals['_LISTTRANSFERSRESPONSE']._serialized_start=1926
-  _globals['_LISTTRANSFERSRESPONSE']._serialized_end=2019
-  _globals['_GETTRANSFERREQUEST']._serialized_start=2021
-  _globals['_GETTRANSFERREQUEST']._serialized_end=2079
-  _globals['_GETTRANSFERRESPONSE']._serialized_start=2081
-  _globals['_GETTRANSFERRESPONSE']._serialized_end=2146
-  _globals['_WATCHTRANSFERSREQUEST']._serialized_start=2148
-  _globals['_WATCHTRANSFERSREQUEST']._serialized_end=2192
-  _globals['_WATCHTRANSFERSRESPONSE']._serialized_start=2194
-  _globals['_WATCHTRANSFERSRESPONSE']._serialized_end=2279
-  _globals['_RELEASETRANSFERREQUEST']._serialized_start=2281
-  _globals['_RELEASETRANSFERREQUEST']._serialized_end=2359
-  _globals['_RELEASETRANSFERRESPONSE']._serialized_start=2361
-  _globals['_RELEASETRANSFERRESPONSE']._serialized_end=2430
-  _globals['_DRAINREQUEST']._serialized_start=2432
-  _globals['_DRAINREQUEST']._serialized_end=2491
-  _globals['_DRAINRESPONSE']._serialized_start=2493
-  _globals['_DRAINRESPONSE']._serialized_end=2527
-  _globals['_ADMINSERVICE']._serialized_start=3029
-  _globals['_ADMINSERVICE']._serialized_end=3540
+  _globals['_SPAN_ATTRIBUTESENTRY']._loaded_options = None
+  _globals['_SPAN_ATTRIBUTESENTRY']._serialized_options = b'8\001'
+  _globals['_SPANEVENT_ATTRIBUTESENTRY']._loaded_options = None
+  _globals['_SPANEVENT_ATTRIBUTESENTRY']._serialized_options = b'8\001'
+  _globals['_BREAKERSTATE']._serialized_start=3199
+  _globals['_BREAKERSTATE']._serialized_end=3323
+  _globals['_HEALTH']._serialized_start=3325
+  _globals['_HEALTH']._serialized_end=3446
+  _globals['_BLOCKSTATE']._serialized_start=3449
+  _globals['_BLOCKSTATE']._serialized_end=3696
+  _globals['_GETSERVERINFOREQUEST']._serialized_start=179
+  _globals['_GETSERVERINFOREQUEST']._serialized_end=216
+  _globals['_GETSERVERINFORESPONSE']._serialized_start=218
+  _globals['_GETSERVERINFORESPONSE']._serialized_end=320
+  _globals['_SERVERINFO']._serialized_start=323
+  _globals['_SERVERINFO']._serialized_end=879
+  _globals['_SERVERINFO_SETTINGSENTRY']._serialized_start=832
+  _globals['_SERVERINFO_SETTINGSENTRY']._serialized_end=879
+  _globals['_RECOVERY']._serialized_start=881
+  _globals['_RECOVERY']._serialized_end=969
+  _globals['_PREPARELANE']._serialized_start=972
+  _globals['_PREPARELANE']._serialized_end=1236
+  _globals['_BLOCKCOUNT']._serialized_start=1238
+  _globals['_BLOCKCOUNT']._serialized_end=1305
+  _globals['_TRANSFERCOUNT']._serialized_start=1307
+  _globals['_TRANSFERCOUNT']._serialized_end=1383
+  _globals['_TRANSFERINFO']._serialized_start=1386
+  _globals['_TRANSFERINFO']._serialized_end=1851
+  _globals['_LISTTRANSFERSREQUEST']._serialized_start=1853
+  _globals['_LISTTRANSFERSREQUEST']._serialized_end=1957
+  _globals['_LISTTRANSFERSRESPONSE']._serialized_start=1959
+  _globals['_LISTTRANSFERSRESPONSE']._serialized_end=2052
+  _globals['_GETTRANSFERREQUEST']._serialized_start=2054
+  _globals['_GETTRANSFERREQUEST']._serialized_end=2112
+  _globals['_GETTRANSFERRESPONSE']._serialized_start=2114
+  _globals['_GETTRANSFERRESPONSE']._serialized_end=2179
+  _globals['_WATCHTRANSFERSREQUEST']._serialized_start=2181
+  _globals['_WATCHTRANSFERSREQUEST']._serialized_end=2225
+  _globals['_WATCHTRANSFERSRESPONSE']._serialized_start=2227
+  _globals['_WATCHTRANSFERSRESPONSE']._serialized_end=2312
+  _globals['_RELEASETRANSFERREQUEST']._serialized_start=2314
+  _globals['_RELEASETRANSFERREQUEST']._serialized_end=2392
+  _globals['_RELEASETRANSFERRESPONSE']._serialized_start=2394
+  _globals['_RELEASETRANSFERRESPONSE']._serialized_end=2463
+  _globals['_GETTRACEREQUEST']._serialized_start=2465
+  _globals['_GETTRACEREQUEST']._serialized_end=2509
+  _globals['_GETTRACERESPONSE']._serialized_start=2511
+  _globals['_GETTRACERESPONSE']._serialized_end=2562
+  _globals['_SPAN']._serialized_start=2565
+  _globals['_SPAN']._serialized_end=2920
+  _globals['_SPAN_ATTRIBUTESENTRY']._serialized_start=2871
+  _globals['_SPAN_ATTRIBUTESENTRY']._serialized_end=2920
+  _globals['_SPANEVENT']._serialized_start=2923
+  _globals['_SPANEVENT']._serialized_end=3100
+  _globals['_SPANEVENT_ATTRIBUTESENTRY']._serialized_start=2871
+  _globals['_SPANEVENT_ATTRIBUTESENTRY']._serialized_end=2920
+  _globals['_DRAINREQUEST']._serialized_start=3102
+  _globals['_DRAINREQUEST']._serialized_end=3161
+  _globals['_DRAINRESPONSE']._serialized_start=3163
+  _globals['_DRAINRESPONSE']._serialized_end=3197
+  _globals['_ADMINSERVICE']._serialized_start=3699
+  _globals['_ADMINSERVICE']._serialized_end=4281
 # @@protoc_insertion_point(module_scope)

@@ -60,6 +60,11 @@ class AdminServiceStub(object):
                 request_serializer=pd__grpc_dot_v1_dot_admin__pb2.ReleaseTransferRequest.SerializeToString,
                 response_deserializer=pd__grpc_dot_v1_dot_admin__pb2.ReleaseTransferResponse.FromString,
                 _registered_method=True)
+        self.GetTrace = channel.unary_unary(
+                '/pd_grpc.v1.AdminService/GetTrace',
+                request_serializer=pd__grpc_dot_v1_dot_admin__pb2.GetTraceRequest.SerializeToString,
+                response_deserializer=pd__grpc_dot_v1_dot_admin__pb2.GetTraceResponse.FromString,
+                _registered_method=True)
         self.Drain = channel.unary_unary(
                 '/pd_grpc.v1.AdminService/Drain',
                 request_serializer=pd__grpc_dot_v1_dot_admin__pb2.DrainRequest.SerializeToString,
@@ -107,6 +112,14 @@ class AdminServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def GetTrace(self, request, context):
+        """The spans of one request, as far as this instance still has them. NOT_FOUND with
+        UNKNOWN_TRANSFER when it has none, for example because the request was not sampled.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Drain(self, request, context):
         """Takes nothing new, finishes what runs until the deadline, then exits; what is left by then
         fails with UNAVAILABLE, DRAINING. Answers at once. A repeated call only brings the deadline
@@ -143,6 +156,11 @@ def add_AdminServiceServicer_to_server(servicer, server):
                     servicer.ReleaseTransfer,
                     request_deserializer=pd__grpc_dot_v1_dot_admin__pb2.ReleaseTransferRequest.FromString,
                     response_serializer=pd__grpc_dot_v1_dot_admin__pb2.ReleaseTransferResponse.SerializeToString,
+            ),
+            'GetTrace': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetTrace,
+                    request_deserializer=pd__grpc_dot_v1_dot_admin__pb2.GetTraceRequest.FromString,
+                    response_serializer=pd__grpc_dot_v1_dot_admin__pb2.GetTraceResponse.SerializeToString,
             ),
             'Drain': grpc.unary_unary_rpc_method_handler(
                     servicer.Drain,
@@ -286,6 +304,33 @@ class AdminService(object):
             '/pd_grpc.v1.AdminService/ReleaseTransfer',
             pd__grpc_dot_v1_dot_admin__pb2.ReleaseTransferRequest.SerializeToString,
             pd__grpc_dot_v1_dot_admin__pb2.ReleaseTransferResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetTrace(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/pd_grpc.v1.AdminService/GetTrace',
+            pd__grpc_dot_v1_dot_admin__pb2.GetTraceRequest.SerializeToString,
+            pd__grpc_dot_v1_dot_admin__pb2.GetTraceResponse.FromString,
             options,
             channel_credentials,
             insecure,

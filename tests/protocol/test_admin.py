@@ -33,6 +33,12 @@ def info(
     return admin_pb2.TransferInfo(ref=ref, state=state, age=duration(age))
 
 
+def span(name: str, at_s: int, trace_id: str) -> admin_pb2.Span:
+    made = admin_pb2.Span(name=name, trace_id=trace_id)
+    made.start.FromSeconds(at_s)
+    return made
+
+
 class Instance:
     """An instance with a list of transfers, some in flight and some only remembered."""
 
@@ -63,6 +69,12 @@ class Instance:
             self.end(found, RELEASED)
             self.released_for.append(reason)
         return found
+
+    def spans(self, wanted: str) -> list[admin_pb2.Span]:
+        return [span("a", 2, trace_id="t-1")] if wanted in ("t-1", "r-1") else []
+
+    async def peer_spans(self, trace_id: str) -> list[admin_pb2.Span]:
+        return [span("b", 1, trace_id)] if trace_id in ("t-1", "t-2") else []
 
     def drain(self, deadline_s: float | None) -> int:
         self.drained_for.append(deadline_s)
@@ -357,3 +369,25 @@ async def test_a_reader_that_closes_ends_and_is_forgotten() -> None:
     changes.close()
     assert await waiting is None
     assert not feed.watched
+
+
+async def test_a_trace_is_that_of_the_instance_and_with_peers_that_of_all(
+    admin: admin_pb2_grpc.AdminServiceStub,
+) -> None:
+    async def ask(wanted: str, peers: bool = False) -> list[str]:
+        request = admin_pb2.GetTraceRequest(id=wanted, peers=peers)
+        return [span.name for span in (await admin.GetTrace(request, timeout=5)).spans]
+
+    assert await ask("t-1") == ["a"]
+    # By the beginning; peers are asked by the trace's own id.
+    assert await ask("r-1", peers=True) == ["b", "a"]
+    assert await ask("t-2", peers=True) == ["b"]
+    for wanted, peers, reason in (
+        ("t-2", False, Reason.UNKNOWN_TRANSFER),
+        ("nobody", True, Reason.UNKNOWN_TRANSFER),
+        ("", True, Reason.BAD_REQUEST),
+        ("x" * 129, True, Reason.BAD_REQUEST),
+    ):
+        with pytest.raises(grpc.aio.AioRpcError) as raised:
+            await ask(wanted, peers)
+        assert refusal(raised.value).reason is reason

@@ -1,0 +1,110 @@
+"""`pd-grpc trace` and `generate --trace`, of real servers; and the tree they print."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+
+from rich.console import Console
+
+from pd_grpc.cli.span_tree import rows, span_tree
+from pd_grpc.v1 import admin_pb2
+from tests.cli.running import pd_grpc
+from tests.cluster import cluster
+
+CRITICAL = ["pd.route", "pd.queue", "pd.prepare", "pd.queue", "pd.compute", "pd.first_token"]
+SPANS = {*CRITICAL, "pd.request", "pd.prefill_request", "pd.allocate", "pd.send", "pd.reserve"}
+SPANS |= {"pd.receive", "pd.decode"}
+
+
+def span(
+    name: str, id: str, parent: str, start_ms: int, length_ms: int, outcome: str = "ok"
+) -> admin_pb2.Span:
+    made = admin_pb2.Span(
+        name=name, span_id=id, parent_id=parent, instance="p0", outcome=outcome, trace_id="t"
+    )
+    made.start.FromMilliseconds(1_700_000_000_000 + start_ms)
+    made.duration.FromMilliseconds(length_ms)
+    return made
+
+
+def test_a_span_stands_below_its_whole_in_the_order_of_time() -> None:
+    spans = [
+        span("pd.compute", "c", "a", 20, 10),
+        span("pd.request", "a", "gone", 0, 50),
+        span("pd.queue", "b", "a", 10, 10),
+        span("pd.allocate", "d", "b", 12, 3),
+    ]
+    found = [(row.span.name, row.depth, row.start_ms, row.critical) for row in rows(spans)]
+    assert found == [
+        ("pd.request", 0, 0.0, False),
+        ("pd.queue", 1, 10.0, True),
+        ("pd.allocate", 2, 12.0, False),
+        ("pd.compute", 1, 20.0, True),
+    ]
+
+
+def test_bars_lie_where_the_time_went_and_a_fault_is_named() -> None:
+    console = Console(width=120, color_system=None)
+    with console.capture() as captured:
+        console.print(
+            span_tree(
+                [
+                    span("pd.request", "a", "", 0, 44, "NO_BLOCKS"),
+                    span("pd.prepare", "b", "a", 22, 22),
+                ]
+            )
+        )
+    lines = captured.get().splitlines()
+    assert lines == [
+        "  span          of    ms",
+        "  pd.request    p0  44.0  " + "█" * 44 + " NO_BLOCKS",
+        "*   pd.prepare  p0  22.0  " + " " * 22 + "█" * 22,
+    ]
+
+
+def test_two_that_name_each_other_as_their_whole_end() -> None:
+    spans = [
+        span("pd.a", "a", "b", 0, 1),
+        span("pd.b", "b", "a", 0, 1),
+        span("pd.c", "c", "", 0, 1),
+    ]
+    assert [row.span.name for row in rows(spans)] == ["pd.c"]
+
+
+async def test_an_operator_reads_the_trace_of_an_answer_without_a_backend() -> None:
+    async with cluster() as running:
+        where = ("--endpoint", running.router.endpoint)
+
+        async def run(*arguments: str) -> str:
+            done = await asyncio.to_thread(pd_grpc, *arguments, *where)
+            assert done.returncode == 0, done.stderr
+            return done.stdout
+
+        answer = json.loads(
+            await run("generate", "some words to read", "--max-tokens", "4", "--trace", "--json")
+        )
+        assert {each["name"] for each in answer["spans"]} == SPANS
+        assert [e["name"] for e in answer["spans"] if e["critical"]] == [*CRITICAL, "pd.decode"]
+        for wanted in (answer["trace_id"], answer["request_id"]):
+            told = json.loads(await run("trace", wanted, "--json"))
+            assert told["trace_id"] == answer["trace_id"]
+            assert {each["name"] for each in told["spans"]} == SPANS
+        shown = await run("trace", answer["trace_id"])
+        assert shown.startswith(f"trace {answer['trace_id']}, transfer t-")
+        assert "* " in shown and "pd.first_token" in shown
+        unknown = await asyncio.to_thread(pd_grpc, "trace", "r-unknown", *where)
+        assert unknown.returncode == 1
+        assert "UNKNOWN_TRANSFER" in unknown.stderr and unknown.stdout == ""
+
+
+async def test_a_request_that_failed_shows_where() -> None:
+    async with cluster(prefill_settings={"num_blocks": 4}, decode_settings={"num_blocks": 4}) as c:
+        where = ("--endpoint", c.router.endpoint)
+        words = " ".join(["word"] * 300)
+        asked = ("generate", words, "--raw", "--trace", *where)
+        failed = await asyncio.to_thread(pd_grpc, *asked)
+    assert failed.returncode == 1
+    assert "TOO_LARGE" in failed.stderr
+    (line,) = [each for each in failed.stdout.splitlines() if "pd.request" in each]
+    assert line.endswith(" TOO_LARGE")
