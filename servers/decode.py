@@ -5,12 +5,11 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from opentelemetry.sdk.trace import TracerProvider
-
 from pd_grpc.decode.server import DecodeServer, start_decode
 from pd_grpc.engine.load import load_engine
 from pd_grpc.protocol.config import DecodeConfig
 from pd_grpc.servers import process
+from pd_grpc.telemetry.exporting import Telemetry
 
 
 def main(argv: Sequence[str]) -> int:
@@ -18,10 +17,10 @@ def main(argv: Sequence[str]) -> int:
     return process.run("decode", DecodeConfig, argv, start)
 
 
-async def start(config: DecodeConfig, provider: TracerProvider | None) -> DecodeServer:
+async def start(config: DecodeConfig, telemetry: Telemetry) -> DecodeServer:
     """A D over the configured engine. ModelError when it cannot be loaded."""
     engine = await process.load(lambda: load_engine(config, process.progress))
-    return await start_decode(config, engine, tracer_provider=provider)
+    return await start_decode(config, engine, tracer_provider=telemetry.tracers, meter_provider=telemetry.meters)
 
 
 if __name__ == "__main__":

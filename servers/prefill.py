@@ -5,12 +5,11 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from opentelemetry.sdk.trace import TracerProvider
-
 from pd_grpc.engine.load import load_engine
 from pd_grpc.prefill.server import PrefillServer, start_prefill
 from pd_grpc.protocol.config import PrefillConfig
 from pd_grpc.servers import process
+from pd_grpc.telemetry.exporting import Telemetry
 
 
 def main(argv: Sequence[str]) -> int:
@@ -18,10 +17,10 @@ def main(argv: Sequence[str]) -> int:
     return process.run("prefill", PrefillConfig, argv, start)
 
 
-async def start(config: PrefillConfig, provider: TracerProvider | None) -> PrefillServer:
+async def start(config: PrefillConfig, telemetry: Telemetry) -> PrefillServer:
     """A P over the configured engine. ModelError when it cannot be loaded."""
     engine = await process.load(lambda: load_engine(config, process.progress))
-    return await start_prefill(config, engine, tracer_provider=provider)
+    return await start_prefill(config, engine, tracer_provider=telemetry.tracers, meter_provider=telemetry.meters)
 
 
 if __name__ == "__main__":

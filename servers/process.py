@@ -11,15 +11,13 @@ from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Protocol, TextIO, TypeVar
 
-from opentelemetry.sdk.trace import TracerProvider
-
 from pd_grpc.cli.settings import SettingsError, load_settings
 from pd_grpc.engine.model_error import ModelError
 from pd_grpc.protocol.config import ServerConfig
 from pd_grpc.protocol.rpc import PortInUse
 from pd_grpc.servers.allocator import keep_freed_memory
+from pd_grpc.telemetry.exporting import Telemetry, make_telemetry
 from pd_grpc.telemetry.logs import configure_logging
-from pd_grpc.telemetry.tracing import make_provider
 
 EXIT_CONFIGURATION = 2
 EXIT_PORT_IN_USE = 3
@@ -59,7 +57,7 @@ def run(
     role: str,
     settings: type[C],
     argv: Sequence[str],
-    start: Callable[[C, TracerProvider | None], Awaitable[Server]],
+    start: Callable[[C, Telemetry], Awaitable[Server]],
 ) -> int:
     """Serve until a drain has ended or a signal came; returns the exit status.
 
@@ -75,8 +73,8 @@ def run(
         config = load_settings(settings, argv, os.environ)
         keep_freed_memory()
         configure_logging(config.log_format, config.log_level)
-        provider = _provider(role, config)
-        return asyncio.run(_serve(role, config, provider, start))
+        telemetry = _telemetry(role, config)
+        return asyncio.run(_serve(role, config, telemetry, start))
     except (SettingsError, ModelError) as error:
         print(f"pd-grpc serve {role}: {error}", file=sys.stderr)
         return EXIT_CONFIGURATION
@@ -85,11 +83,15 @@ def run(
         return EXIT_PORT_IN_USE
 
 
-def _provider(role: str, config: ServerConfig) -> TracerProvider | None:
+def _telemetry(role: str, config: ServerConfig) -> Telemetry:
     try:
-        return make_provider(f"pd-grpc-{role}", config.name or role, config.otlp)
+        return make_telemetry(
+            f"pd-grpc-{role}", config.name or role, config.otlp, config.prometheus
+        )
     except RuntimeError as error:  # the exporter is not installed
         raise SettingsError(str(error)) from error
+    except OSError as error:
+        raise PortInUse(f"cannot answer Prometheus at {config.prometheus}: {error}") from error
 
 
 def progress(line: str) -> None:
@@ -131,8 +133,8 @@ async def load(work: Callable[[], T]) -> T:
 async def _serve(
     role: str,
     config: C,
-    provider: TracerProvider | None,
-    start: Callable[[C, TracerProvider | None], Awaitable[Server]],
+    telemetry: Telemetry,
+    start: Callable[[C, Telemetry], Awaitable[Server]],
 ) -> int:
     signals = asked, insisted, forced = asyncio.Event(), asyncio.Event(), asyncio.Event()
 
@@ -145,7 +147,7 @@ async def _serve(
     loop = asyncio.get_running_loop()
     for signum in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(signum, on_signal)
-    starting = asyncio.ensure_future(start(config, provider))
+    starting = asyncio.ensure_future(start(config, telemetry))
     if not await _first_of(starting, asked.wait()):
         # Loading cannot be interrupted; nothing is in flight yet.
         os._exit(0)
@@ -164,8 +166,7 @@ async def _serve(
         progress(f"pd-grpc serve {role}: not waiting any longer for what hangs")
         os._exit(EXIT_FORCED)
     stopping.result()
-    if provider is not None:
-        await asyncio.to_thread(provider.shutdown)
+    await asyncio.to_thread(telemetry.shutdown)
     return 0
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+from opentelemetry.metrics import MeterProvider
 from opentelemetry.sdk.trace import TracerProvider
 
 from pd_grpc.blocks.pool import BlockPool, BlockState
@@ -71,6 +72,7 @@ async def cluster(
     aggregated: bool = False,
     load: Callable[[EngineConfig], Engine] = SimEngine,
     provider: TracerProvider | None = None,
+    meters: MeterProvider | None = None,
     prefill_settings: dict[str, Any] | None = None,
     decode_settings: dict[str, Any] | None = None,
     router_settings: dict[str, Any] | None = None,
@@ -82,13 +84,17 @@ async def cluster(
         ds = []
         for i in range(decodes):
             config = DecodeConfig(**{"name": f"d{i}", **common, **(decode_settings or {})})
-            d = await start_decode(config, load(config), tracer_provider=provider)
+            d = await start_decode(
+                config, load(config), tracer_provider=provider, meter_provider=meters
+            )
             stack.push_async_callback(d.stop)
             ds.append(d)
         ps = []
         for i in range(0 if aggregated else prefills):
             pconfig = PrefillConfig(**{"name": f"p{i}", **common, **(prefill_settings or {})})
-            p = await start_prefill(pconfig, load(pconfig), tracer_provider=provider)
+            p = await start_prefill(
+                pconfig, load(pconfig), tracer_provider=provider, meter_provider=meters
+            )
             stack.push_async_callback(p.stop)
             ps.append(p)
         rconfig = RouterConfig(
@@ -102,7 +108,9 @@ async def cluster(
             }
         )
         tokenizer = ds[0].engine.tokenizer()
-        router = await start_router(rconfig, tokenizer, tracer_provider=provider)
+        router = await start_router(
+            rconfig, tokenizer, tracer_provider=provider, meter_provider=meters
+        )
         stack.push_async_callback(router.stop, 0.0)
         await until(lambda: router.ready)
         running = Cluster(router, ps, ds)

@@ -42,13 +42,19 @@ class DecodeRuntime:
         self.machine = machine
         self.drained = asyncio.Event()
         self.listeners: list[Callable[[act.Changed], None]] = []
+        self.event_listeners: list[Callable[[ev.Event, float], None]] = []
+        """Of every event, with its time, before it is handled."""
+        self.fault_listeners: list[Callable[[Fault], None]] = []
+        """Of every call that ends with a fault."""
         self._engine = engine
         self._clock = clock
         self.spans = spans
         self._set_ready = set_ready
         self._loop = asyncio.get_running_loop()
         self._engine_thread = EngineThread()
-        self._driver: Driver[ev.Event, act.Action] = Driver(machine, clock, self._perform)
+        self._driver: Driver[ev.Event, act.Action] = Driver(
+            machine, clock, self._perform, before=self._hear
+        )
         self.feed = self._driver.feed
         self.feed_from_thread = self._driver.feed_from_thread
         self.wake = self._driver.wake
@@ -180,12 +186,18 @@ class DecodeRuntime:
             else:
                 self.drained.set()
 
+    def _hear(self, event: ev.Event, now: float) -> None:
+        for listener in self.event_listeners:
+            listener(event, now)
+
     def _settle(self, call: int, message: act.UnaryAnswer) -> None:
         answer = self._unary.get(call)
         if answer is not None and not answer.done():
             answer.set_result(message)
 
     def _refuse(self, action: act.Refuse, now: float) -> None:
+        for listener in self.fault_listeners:
+            listener(action.fault)
         if action.call in self._clients:
             self._clients[action.call].fail(action.fault)
             return

@@ -6,12 +6,14 @@ import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from opentelemetry.metrics import MeterProvider
 from opentelemetry.sdk.trace import TracerProvider
 
 from pd_grpc.blocks.pool import BlockPool
 from pd_grpc.decode.bulk import BulkServer
 from pd_grpc.decode.events import Leaving
 from pd_grpc.decode.machine import DecodeMachine, Model
+from pd_grpc.decode.metrics import DecodeMetrics
 from pd_grpc.decode.receiver import Receiver
 from pd_grpc.decode.runtime import DecodeRuntime
 from pd_grpc.decode.service import DecodeInference, DecodeService
@@ -28,6 +30,7 @@ from pd_grpc.protocol.interception import Interceptors
 from pd_grpc.protocol.refs import mint_epoch, mint_id
 from pd_grpc.protocol.rpc import PortInUse
 from pd_grpc.protocol.serving import ControlServer
+from pd_grpc.telemetry.instruments import Instruments
 from pd_grpc.telemetry.tracing import Tracing
 from pd_grpc.v1 import (
     admin_pb2_grpc,
@@ -109,12 +112,14 @@ async def start_decode(
     *,
     clock: Clock | None = None,
     tracer_provider: TracerProvider | None = None,
+    meter_provider: MeterProvider | None = None,
     decode_service: Callable[[DecodeRuntime, DecodeConfig], DecodeService] = DecodeService,
     inference: type[DecodeInference] = DecodeInference,
     interceptors: Interceptors = interception.NONE,
 ) -> DecodeServer:
     """Start a D over an engine on the running loop; `decode_service` and `inference` are what P
-    and clients call, through `interceptors`. PortInUse when a port is taken."""
+    and clients call, through `interceptors`. Metrics go to the process's own provider unless there
+    is another. PortInUse when a port is taken."""
     clock = clock or SystemClock()
     epoch = mint_epoch(clock)
     receiver = Receiver(config, engine.layout, engine.memory, epoch)
@@ -135,7 +140,10 @@ async def start_decode(
     runtime.connect(bulk)
     bulk.listeners.append(runtime.feed_from_thread)
     view = DecodeView(config, engine.name, runtime, control, clock, changes, tracing.recent)
-    runtime.listeners.append(view.changed)
+    metrics = DecodeMetrics(Instruments(instance.name, meter_provider), machine, clock)
+    runtime.listeners += [view.changed, metrics.changed]
+    runtime.event_listeners.append(metrics.heard)
+    runtime.fault_listeners.append(metrics.refused)
     info = model_info(engine)
     decode_pb2_grpc.add_DecodeServiceServicer_to_server(
         decode_service(runtime, config), control.server

@@ -151,13 +151,15 @@ class SendRelease:
 @dataclass(frozen=True)
 class Changed:
     """A request has entered another state, for those who watch and for spans. `before` is None
-    for one that was just taken in, `fault` is set with FAILED and CANCELLED."""
+    for one that was just taken in, `fault` is set with FAILED and CANCELLED; `computed` are the
+    tokens that the engine has been through."""
 
     key: TransferKey
     call: int
     before: PrefillState | None
     after: PrefillState
     fault: Fault | None = None
+    computed: int = 0
 
 
 @dataclass(frozen=True)

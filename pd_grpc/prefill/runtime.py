@@ -61,6 +61,10 @@ class PrefillRuntime:
         self.machine = machine
         self.drained = asyncio.Event()
         self.listeners: list[Callable[[act.Changed], None]] = []
+        self.event_listeners: list[Callable[[ev.Event, float], None]] = []
+        """Of every event, with its time, before it is handled."""
+        self.fault_listeners: list[Callable[[Fault], None]] = []
+        """Of every Prefill that ends with a fault."""
         self._engine = engine
         self._config = config
         self._clock = clock
@@ -162,6 +166,8 @@ class PrefillRuntime:
     def _to_caller(self, action: act.Emit | act.FinishCall | act.FailCall, now: float) -> None:
         if isinstance(action, act.FailCall):
             self._spans.refused(action.call, action.fault, now)
+            for listener in self.fault_listeners:
+                listener(action.fault)
         outbox = self._calls.get(action.call)
         if outbox is None:
             return
@@ -275,6 +281,8 @@ class PrefillRuntime:
     # --- spans ---------------------------------------------------------------------------------
 
     def _trace(self, event: ev.Event, now: float) -> None:
+        for listener in self.event_listeners:
+            listener(event, now)
         if isinstance(event, ev.AllocateAnswered):
             self._spans.allocated(event, now)
         elif isinstance(event, ev.KvAcked):

@@ -16,6 +16,7 @@ from pd_grpc.engine.model_info import model_info
 from pd_grpc.prefill.admin import PrefillView
 from pd_grpc.prefill.bulk import BulkSender
 from pd_grpc.prefill.machine import PrefillMachine
+from pd_grpc.prefill.metrics import PrefillMetrics
 from pd_grpc.prefill.peer import DecodePeer, PeerFactory
 from pd_grpc.prefill.prepare_metrics import PrepareMetrics
 from pd_grpc.prefill.runtime import PrefillRuntime
@@ -29,7 +30,7 @@ from pd_grpc.protocol.config import PrefillConfig
 from pd_grpc.protocol.interception import Interceptors
 from pd_grpc.protocol.refs import mint_epoch
 from pd_grpc.protocol.serving import ControlServer
-from pd_grpc.telemetry.metrics import meter
+from pd_grpc.telemetry.instruments import Instruments
 from pd_grpc.telemetry.tracing import Tracing
 from pd_grpc.transport.inline_sender import InlineTransport
 from pd_grpc.v1 import (
@@ -149,8 +150,12 @@ async def start_prefill(
     runtime.connect(bulk)
     changes = ChangeFeed()
     view = PrefillView(config, engine.name, runtime, control, clock, changes, tracing.recent)
-    metrics = PrepareMetrics(meter(meter_provider), machine.placement.pool, clock)
-    runtime.listeners += [view.changed, metrics.changed]
+    instruments = Instruments(instance.name, meter_provider)
+    preparing = PrepareMetrics(instruments, machine.placement.pool, clock)
+    metrics = PrefillMetrics(instruments, machine, clock)
+    runtime.listeners += [view.changed, preparing.changed, metrics.changed]
+    runtime.event_listeners.append(metrics.heard)
+    runtime.fault_listeners.append(metrics.refused)
     prefill_pb2_grpc.add_PrefillServiceServicer_to_server(
         PrefillService(runtime, config), control.server
     )

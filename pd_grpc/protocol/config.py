@@ -154,8 +154,11 @@ class TelemetryConfig(_Section):
     otlp: EndpointOrEmpty = Field(
         "", description="host:port of an OTLP collector over gRPC; empty is off"
     )
+    prometheus: EndpointOrEmpty = Field(
+        "", description="host:port at which Prometheus is answered with metrics; empty is off"
+    )
     traces_kept: int = Field(
-        256, ge=0, description="last traces kept in memory, for `pd-grpc trace`; 0 keeps none"
+        0, ge=0, description="last traces kept in memory, for `pd-grpc trace`; 0 keeps none"
     )
     log_format: Literal["human", "json"] = Field("human", description="how log lines look")
     log_level: Literal["debug", "info", "warning", "error"] = Field(

@@ -289,8 +289,7 @@ class RoutedCall:
     def came(self, message: inference_pb2.GenerateResponse) -> None:
         """See `legs.Call`."""
         if message.token_ids:
-            if self._times.first_token_at is None:
-                self._times.first_token_at = self._now()
+            if self._times.came(len(message.token_ids), self._now()):
                 self._state_is(types_pb2.TRANSFER_STATE_STREAMING)
             self._output += message.token_ids
             self._outbox.push(message)

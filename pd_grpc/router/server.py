@@ -20,13 +20,14 @@ from pd_grpc.protocol.serving import ControlServer
 from pd_grpc.router.admin import RouterAdmin
 from pd_grpc.router.discovery import Discovery
 from pd_grpc.router.in_flight import InFlight
+from pd_grpc.router.metrics import RouterMetrics
 from pd_grpc.router.policies import LeastLoad
 from pd_grpc.router.recovery import Recovery, RecoveryRules
 from pd_grpc.router.recovery_metrics import RecoveryMetrics
 from pd_grpc.router.retry_budget import RetryBudget
 from pd_grpc.router.routing import Routing
 from pd_grpc.router.service import RouterService, the_router_leaves
-from pd_grpc.telemetry.metrics import meter
+from pd_grpc.telemetry.instruments import Instruments
 from pd_grpc.telemetry.tracing import Tracing
 from pd_grpc.v1 import admin_pb2_grpc, inference_pb2_grpc, types_pb2
 
@@ -70,8 +71,10 @@ class RouterServer:
             self.in_flight,
             recovery_of(config),
         )
-        self._metrics = RecoveryMetrics(meter(meter_provider), self.routing.recovery)
-        self.service = RouterService(self.routing, self._tracing)
+        instruments = Instruments(self.instance.name, meter_provider)
+        RecoveryMetrics(instruments, self.routing.recovery)
+        metrics = RouterMetrics(instruments, self.in_flight)
+        self.service = RouterService(self.routing, self._tracing, metrics)
         self._admin = RouterAdmin(
             config,
             clock,

@@ -18,6 +18,7 @@ from pd_grpc.protocol import rpc
 from pd_grpc.protocol.faults import Fault, Reason, stage_deadline
 from pd_grpc.protocol.refs import mint_id
 from pd_grpc.router.intake import RoutableRequest, check_shape, fit, tokenize
+from pd_grpc.router.metrics import RouterMetrics
 from pd_grpc.router.policies import pair
 from pd_grpc.router.routing import Routing
 from pd_grpc.router.runtime import RoutedCall
@@ -35,9 +36,10 @@ Write = Callable[[inference_pb2.GenerateResponse], Awaitable[None]]
 class RouterService(inference_pb2_grpc.InferenceServiceServicer):
     """Serves `InferenceService` by routing. `draining` refuses what is new."""
 
-    def __init__(self, routing: Routing, tracing: Tracing) -> None:
+    def __init__(self, routing: Routing, tracing: Tracing, metrics: RouterMetrics) -> None:
         self._routing = routing
         self._tracing = tracing
+        self._metrics = metrics
         self.draining = False
         self._left: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
@@ -76,15 +78,16 @@ class RouterService(inference_pb2_grpc.InferenceServiceServicer):
             at=accepted,
             attributes={names.ATTR_REQUEST_ID: request_id},
         )
-        error: tuple[str, str, str] | None = ("CANCELLED", "CLIENT_GONE", "the client left")
+        times = AnswerTimes(accepted)
+        fault: Fault | None = _CLIENT_GONE
         try:
             if self.draining:
                 raise Fault(Reason.DRAINING, "the router is draining")
             with self._routing.in_flight.named(request_id):
-                await self._answer(request, request_id, accepted, accepted + budget_s, span, write)
-            error = None
-        except Fault as fault:
-            error = (fault.code.name, fault.reason.value, fault.reason.value)
+                await self._answer(request, request_id, times, accepted + budget_s, span, write)
+            fault = None
+        except Fault as raised:
+            fault = raised
             extra = {
                 "request_id": request_id,
                 "trace_id": trace_id(Tracing.context(span)),
@@ -94,21 +97,22 @@ class RouterService(inference_pb2_grpc.InferenceServiceServicer):
             _log.info("request failed", extra=extra)
             raise
         finally:
-            self._tracing.end(span, error=error)
+            self._tracing.end(span, error=_error(fault))
+            self._metrics.ended(times, self._model(), fault, self._routing.clock.now())
 
     async def _answer(
         self,
         request: inference_pb2.GenerateRequest,
         request_id: str,
-        accepted: float,
+        times: AnswerTimes,
         budget_ends: float,
         span: Span,
         write: Write,
     ) -> None:
         routing, tracing = self._routing, self._tracing
         context = Tracing.context(span)
-        route = tracing.start(names.SPAN_ROUTE, parent=context, at=accepted)
-        error: tuple[str, str, str] | None = ("CANCELLED", "CLIENT_GONE", "the client left")
+        route = tracing.start(names.SPAN_ROUTE, parent=context, at=times.accepted)
+        fault: Fault | None = _CLIENT_GONE
         try:
             routable = await self._unless_left(self._read(request, request_id, budget_ends))
             config, discovery = routing.config, routing.discovery
@@ -119,7 +123,7 @@ class RouterService(inference_pb2_grpc.InferenceServiceServicer):
                 routing.decode_load,
                 config.aggregated,
             )
-            times = AnswerTimes(accepted)
+            self._metrics.decided(disaggregated=pairing.prefill is not None, why="configuration")
             call = RoutedCall(routing, routable, pairing, times, budget_ends, span, tracing)
             identity: dict[str, str | int] = {
                 names.ATTR_TRANSFER_ID: call.key.transfer_id,
@@ -128,12 +132,13 @@ class RouterService(inference_pb2_grpc.InferenceServiceServicer):
             for each in (span, route):
                 each.set_attributes(identity)
             span.set_attribute(names.ATTR_PROMPT_TOKENS, routable.prompt_tokens)
-            error = None
-        except Fault as fault:
-            error = (fault.code.name, fault.reason.value, fault.reason.value)
+            fault = None
+        except Fault as raised:
+            fault = raised
             raise
         finally:
-            tracing.end(route, error=error)
+            tracing.end(route, error=_error(fault))
+            self._metrics.routed(routing.clock.now() - times.accepted, fault)
         try:
             call.start()
             left = budget_ends - routing.clock.now() + rpc.STATUS_READ_S
@@ -153,6 +158,11 @@ class RouterService(inference_pb2_grpc.InferenceServiceServicer):
             return reading.result()
         finally:
             reading.cancel()
+
+    def _model(self) -> str:
+        """What is served, as far as it is known."""
+        views = self._routing.discovery.instances
+        return next((view.model.model for view in views if view.model is not None), "")
 
     async def _read(
         self, request: inference_pb2.GenerateRequest, request_id: str, budget_ends: float
@@ -176,6 +186,14 @@ class RouterService(inference_pb2_grpc.InferenceServiceServicer):
 def the_router_leaves() -> Fault:
     """What a request hears that is not finished when the drain's time is over."""
     return Fault(Reason.DRAINING, "the router leaves")
+
+
+_CLIENT_GONE = Fault(Reason.CLIENT_GONE, "the client left")
+
+
+def _error(fault: Fault | None) -> tuple[str, str, str] | None:
+    """Of a span; the reason in place of a message, which may name what the client sent."""
+    return None if fault is None else (fault.code.name, fault.reason.value, fault.reason.value)
 
 
 async def _write_all(call: RoutedCall, write: Write) -> None:

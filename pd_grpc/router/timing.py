@@ -23,7 +23,21 @@ class AnswerTimes:
     accepted: float
     opened: float | None = None
     first_token_at: float | None = None
+    second_token_at: float | None = None
+    last_token_at: float | None = None
+    tokens: int = 0
     prefill: types_pb2.Timings = field(default_factory=types_pb2.Timings)
+
+    def came(self, tokens: int, now: float) -> bool:
+        """More tokens have come; whether the first is among them."""
+        first = self.first_token_at is None
+        if first:
+            self.first_token_at = now
+        self.tokens += tokens
+        if self.second_token_at is None and self.tokens > 1:
+            self.second_token_at = now
+        self.last_token_at = now
+        return first
 
     def timings(self, now: float) -> types_pb2.Timings:
         """All of it, at the end of the answer."""

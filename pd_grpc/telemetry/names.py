@@ -72,3 +72,32 @@ METRIC_ROUTER_RETRY_BUDGET: Final = "pd.router.retry_budget"
 ATTR_METRIC_REASON: Final = "reason"
 # Of metrics: host:port of the D that they are about.
 ATTR_METRIC_DECODE: Final = "decode"
+
+# Every instance.
+METRIC_STAGE_DURATION: Final = "pd.stage.duration"
+METRIC_BLOCKS: Final = "pd.blocks"
+METRIC_REFUSALS: Final = "pd.refusals"
+METRIC_LEASE_EXPIRED: Final = "pd.lease.expired"
+METRIC_LATE_EVENTS: Final = "pd.late_events"
+METRIC_QUEUE_TOKENS: Final = "pd.queue.tokens"
+METRIC_TRANSFER_BYTES: Final = "pd.transfer.bytes"
+METRIC_TRANSFER_DURATION: Final = "pd.transfer.duration"
+# P.
+METRIC_WASTED_TOKENS: Final = "pd.prefill.wasted_tokens"
+# The router.
+METRIC_DECISION: Final = "pd.decision"
+METRIC_SECOND_TOKEN_GAP: Final = "pd.second_token_gap"
+# By OpenTelemetry's conventions for generative AI, which still move.
+METRIC_TTFT: Final = "gen_ai.server.time_to_first_token"
+METRIC_TPOT: Final = "gen_ai.server.time_per_output_token"
+METRIC_REQUEST_DURATION: Final = "gen_ai.server.request.duration"
+ATTR_GEN_AI_OPERATION: Final = "gen_ai.operation.name"
+ATTR_GEN_AI_MODEL: Final = "gen_ai.request.model"
+
+# Labels of metrics.
+ATTR_METRIC_STAGE: Final = "stage"
+ATTR_METRIC_ROLE: Final = "role"
+ATTR_METRIC_STATE: Final = "state"
+ATTR_METRIC_SIDE: Final = "side"
+ATTR_METRIC_DECISION: Final = "decision"
+ATTR_METRIC_WHY: Final = "why"

@@ -13,9 +13,7 @@ from typing import Protocol
 
 from opentelemetry import trace
 from opentelemetry.context import Context
-from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace import TracerProvider
-from opentelemetry.sdk.trace.export import BatchSpanProcessor
 from opentelemetry.trace import (
     Link,
     NonRecordingSpan,
@@ -180,26 +178,6 @@ def trace_id(context: Context | None) -> str:
     """The trace id as 32 hex digits; empty when the context has none."""
     found = trace.get_current_span(Context() if context is None else context).get_span_context()
     return trace.format_trace_id(found.trace_id) if found.is_valid else ""
-
-
-def make_provider(service_name: str, instance_name: str, otlp: str) -> TracerProvider | None:
-    """A provider that exports to the collector at `otlp` (host:port, gRPC); None when that is "".
-
-    Sampling follows the caller's decision and OpenTelemetry's own OTEL_TRACES_SAMPLER. RuntimeError
-    names the extra to install when the exporter is missing.
-    """
-    if not otlp:
-        return None
-    try:
-        from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
-    except ImportError as error:
-        raise RuntimeError(
-            f"sending spans to {otlp} needs the OTLP exporter: pip install 'pd-grpc[otlp]'"
-        ) from error
-    resource = Resource.create({"service.name": service_name, "service.instance.id": instance_name})
-    provider = TracerProvider(resource=resource)
-    provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter(endpoint=otlp, insecure=True)))
-    return provider
 
 
 def _unrecorded(parent: Context) -> Span:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from typing import Any
 
 from rich.console import Console
 
@@ -12,6 +13,7 @@ from pd_grpc.v1 import admin_pb2
 from tests.cli.running import pd_grpc
 from tests.cluster import cluster
 
+KEPT: dict[str, Any] = {"traces_kept": 16, "router_settings": {"traces_kept": 16}}
 CRITICAL = ["pd.route", "pd.queue", "pd.prepare", "pd.queue", "pd.compute", "pd.first_token"]
 SPANS = {*CRITICAL, "pd.request", "pd.prefill_request", "pd.allocate", "pd.send", "pd.reserve"}
 SPANS |= {"pd.receive", "pd.decode"}
@@ -73,7 +75,7 @@ def test_two_that_name_each_other_as_their_whole_end() -> None:
 
 
 async def test_an_operator_reads_the_trace_of_an_answer_without_a_backend() -> None:
-    async with cluster() as running:
+    async with cluster(**KEPT) as running:
         where = ("--endpoint", running.router.endpoint)
 
         async def run(*arguments: str) -> str:
@@ -99,7 +101,8 @@ async def test_an_operator_reads_the_trace_of_an_answer_without_a_backend() -> N
 
 
 async def test_a_request_that_failed_shows_where() -> None:
-    async with cluster(prefill_settings={"num_blocks": 4}, decode_settings={"num_blocks": 4}) as c:
+    small = {"num_blocks": 4}
+    async with cluster(prefill_settings=small, decode_settings=small, **KEPT) as c:
         where = ("--endpoint", c.router.endpoint)
         words = " ".join(["word"] * 300)
         asked = ("generate", words, "--raw", "--trace", *where)

@@ -96,6 +96,12 @@ class Scripted(
     async def peer_infos(self) -> list[admin_pb2.ServerInfo]:
         return []
 
+    def spans(self, wanted: str) -> list[admin_pb2.Span]:
+        return []
+
+    async def peer_spans(self, trace_id: str) -> list[admin_pb2.Span]:
+        return []
+
     def transfers(self) -> list[admin_pb2.TransferInfo]:
         return []
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import builtins
 from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -11,7 +10,6 @@ import grpc
 import grpc.aio
 import pytest
 from opentelemetry import trace
-from opentelemetry.proto.collector.trace.v1 import trace_service_pb2, trace_service_pb2_grpc
 from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
@@ -22,7 +20,7 @@ from pd_grpc.protocol import rpc
 from pd_grpc.protocol.clock import ManualClock
 from pd_grpc.protocol.config import ServerConfig, Sizes, Timeouts
 from pd_grpc.telemetry import names
-from pd_grpc.telemetry.tracing import Tracing, extract, inject, make_provider, trace_id
+from pd_grpc.telemetry.tracing import Tracing, extract, inject, trace_id
 from pd_grpc.v1 import admin_pb2, admin_pb2_grpc
 
 TRACEPARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
@@ -268,53 +266,3 @@ def test_the_context_of_a_call_replaces_the_one_it_carried() -> None:
     stale = [("traceparent", TRACEPARENT.replace("-01", "-00")), ("tracestate", "old=1")]
     assert inject(context, stale) == [("traceparent", TRACEPARENT)]
     assert inject(None, [("x", "y")]) == [("x", "y")]
-
-
-def test_no_collector_means_no_provider() -> None:
-    assert make_provider("pd-grpc", "p0", "") is None
-
-
-def test_a_missing_exporter_is_named_with_the_extra_that_brings_it(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    real = builtins.__import__
-
-    def without_otlp(name: str, *args: Any, **kwargs: Any) -> Any:
-        if name.startswith("opentelemetry.exporter"):
-            raise ImportError(f"No module named {name!r}")
-        return real(name, *args, **kwargs)
-
-    monkeypatch.setattr(builtins, "__import__", without_otlp)
-    with pytest.raises(RuntimeError, match=r"pd-grpc\[otlp\]"):
-        make_provider("pd-grpc", "p0", "127.0.0.1:4317")
-
-
-class Collector:
-    """The receiving end of OTLP over gRPC; keeps what it is sent."""
-
-    def __init__(self) -> None:
-        self.requests: list[trace_service_pb2.ExportTraceServiceRequest] = []
-
-    def Export(self, request: Any, context: Any) -> Any:
-        self.requests.append(request)
-        return trace_service_pb2.ExportTraceServiceResponse()
-
-
-def test_spans_reach_a_collector_with_the_name_of_the_instance(clock: ManualClock) -> None:
-    collector = Collector()
-    with ThreadPoolExecutor(1) as pool:
-        server = grpc.server(pool)
-        register = trace_service_pb2_grpc.add_TraceServiceServicer_to_server
-        register(collector, server)  # type: ignore[no-untyped-call]
-        port = server.add_insecure_port("127.0.0.1:0")
-        server.start()
-        provider = make_provider("pd-grpc-prefill", "p0", f"127.0.0.1:{port}")
-        tracing = Tracing(clock, "p0", "prefill", provider)
-        tracing.end(tracing.start(names.SPAN_QUEUE))
-        tracing.shutdown()
-        server.stop(None).wait(10)
-    (sent,) = collector.requests[0].resource_spans
-    resource = {a.key: a.value.string_value for a in sent.resource.attributes}
-    assert resource["service.name"] == "pd-grpc-prefill"
-    assert resource["service.instance.id"] == "p0"
-    assert [span.name for span in sent.scope_spans[0].spans] == ["pd.queue"]

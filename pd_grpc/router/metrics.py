@@ -1,0 +1,53 @@
+"""Requests in numbers, as their clients see them; tries elsewhere are `recovery_metrics`."""
+
+from __future__ import annotations
+
+from pd_grpc.protocol.faults import Fault
+from pd_grpc.router.in_flight import InFlight
+from pd_grpc.router.timing import AnswerTimes
+from pd_grpc.telemetry import names
+from pd_grpc.telemetry.instance_metrics import InstanceMetrics
+from pd_grpc.telemetry.instruments import Instruments
+
+_OPERATION = "text_completion"
+
+
+class RouterMetrics:
+    """Hears of every request."""
+
+    def __init__(self, instruments: Instruments, in_flight: InFlight) -> None:
+        self._instance = InstanceMetrics(instruments, "router")
+        self._instance.watch(late_events=lambda: in_flight.late_events)
+        self._decisions = instruments.counter(names.METRIC_DECISION)
+        self._first = instruments.histogram(names.METRIC_TTFT)
+        self._each = instruments.histogram(names.METRIC_TPOT)
+        self._whole = instruments.histogram(names.METRIC_REQUEST_DURATION)
+        self._gap = instruments.histogram(names.METRIC_SECOND_TOKEN_GAP)
+
+    def decided(self, disaggregated: bool, why: str) -> None:
+        """A request goes to a pair, or to a D alone."""
+        how = "disaggregated" if disaggregated else "local"
+        self._decisions.add(1, {names.ATTR_METRIC_DECISION: how, names.ATTR_METRIC_WHY: why})
+
+    def routed(self, seconds: float, fault: Fault | None) -> None:
+        """A request has been read and paired, or could not be."""
+        outcome = {} if fault is None else {"outcome": fault.reason.value}
+        self._instance.stage("route", seconds, **outcome)
+
+    def ended(self, times: AnswerTimes, model: str, fault: Fault | None, now: float) -> None:
+        """A request has ended. One whose client left counts by its tokens alone."""
+        about = {names.ATTR_GEN_AI_OPERATION: _OPERATION, names.ATTR_GEN_AI_MODEL: model}
+        if fault is not None:
+            self._instance.refused(fault.reason.value)
+            about_end = {**about, names.ATTR_ERROR_TYPE: fault.reason.value}
+        else:
+            about_end = about
+        self._whole.record(now - times.accepted, about_end)
+        if times.first_token_at is None:
+            return
+        self._first.record(times.first_token_at - times.accepted, about)
+        if times.second_token_at is not None:
+            self._gap.record(times.second_token_at - times.first_token_at)
+        if times.tokens > 1 and times.last_token_at is not None:
+            spread_s = times.last_token_at - times.first_token_at
+            self._each.record(spread_s / (times.tokens - 1), about)

@@ -1,0 +1,134 @@
+"""Spans and metrics leave the process: to a collector, to Prometheus, or nowhere without harm."""
+
+from __future__ import annotations
+
+import builtins
+import logging
+import socket
+import urllib.request
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import grpc
+import pytest
+from opentelemetry.proto.collector.metrics.v1 import metrics_service_pb2, metrics_service_pb2_grpc
+from opentelemetry.proto.collector.trace.v1 import trace_service_pb2, trace_service_pb2_grpc
+
+from pd_grpc.protocol.clock import ManualClock
+from pd_grpc.telemetry import names
+from pd_grpc.telemetry.exporting import Telemetry, make_telemetry
+from pd_grpc.telemetry.instruments import Instruments
+from pd_grpc.telemetry.tracing import Tracing
+
+
+def free_port() -> int:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        return int(taken.getsockname()[1])
+
+
+def test_nowhere_to_go_means_no_providers() -> None:
+    assert make_telemetry("pd-grpc", "p0", "", "") == Telemetry()
+
+
+@pytest.mark.parametrize(
+    ("extra", "where"),
+    [("otlp", ("127.0.0.1:4317", "")), ("prometheus", ("", "127.0.0.1:9464"))],
+)
+def test_a_missing_exporter_is_named_with_the_extra_that_brings_it(
+    monkeypatch: pytest.MonkeyPatch, extra: str, where: tuple[str, str]
+) -> None:
+    real = builtins.__import__
+
+    def without_exporters(name: str, *args: Any, **kwargs: Any) -> Any:
+        if name.startswith("opentelemetry.exporter"):
+            raise ImportError(f"No module named {name!r}")
+        return real(name, *args, **kwargs)
+
+    monkeypatch.setattr(builtins, "__import__", without_exporters)
+    with pytest.raises(RuntimeError, match=rf"pd-grpc\[{extra}\]"):
+        make_telemetry("pd-grpc", "p0", *where)
+
+
+class Collector:
+    """The receiving end of OTLP over gRPC; keeps what it is sent."""
+
+    def __init__(self, answer: type[Any]) -> None:
+        self.requests: list[Any] = []
+        self._answer = answer
+
+    def Export(self, request: Any, context: Any) -> Any:
+        self.requests.append(request)
+        return self._answer()
+
+
+def test_spans_and_metrics_reach_a_collector_with_the_name_of_the_instance() -> None:
+    spans = Collector(trace_service_pb2.ExportTraceServiceResponse)
+    metrics = Collector(metrics_service_pb2.ExportMetricsServiceResponse)
+    with ThreadPoolExecutor(2) as pool:
+        server = grpc.server(pool)
+        for collector, register in (
+            (spans, trace_service_pb2_grpc.add_TraceServiceServicer_to_server),
+            (metrics, metrics_service_pb2_grpc.add_MetricsServiceServicer_to_server),
+        ):
+            register(collector, server)  # type: ignore[no-untyped-call]
+        port = server.add_insecure_port("127.0.0.1:0")
+        server.start()
+        telemetry = make_telemetry("pd-grpc-prefill", "p0", f"127.0.0.1:{port}", "")
+        tracing = Tracing(ManualClock(), "p0", "prefill", telemetry.tracers)
+        tracing.end(tracing.start(names.SPAN_QUEUE))
+        Instruments("d0", telemetry.meters).counter(names.METRIC_REFUSALS).add(
+            2, {"reason": "NO_BLOCKS"}
+        )
+        telemetry.shutdown()
+        server.stop(None).wait(10)
+    (sent,) = spans.requests[0].resource_spans
+    (measured,) = metrics.requests[-1].resource_metrics
+    for each in (sent, measured):
+        resource = {a.key: a.value.string_value for a in each.resource.attributes}
+        assert resource["service.name"] == "pd-grpc-prefill"
+        assert resource["service.instance.id"] == "p0"
+    assert [span.name for span in sent.scope_spans[0].spans] == ["pd.queue"]
+    (metric,) = measured.scope_metrics[0].metrics
+    assert (metric.name, metric.unit) == ("pd.refusals", "{call}")
+    assert metric.sum.data_points[0].as_int == 2
+
+
+def test_a_collector_that_is_away_is_one_line(caplog: pytest.LogCaptureFixture) -> None:
+    telemetry = make_telemetry("pd-grpc-decode", "d0", f"127.0.0.1:{free_port()}", "")
+    assert telemetry.tracers is not None
+    tracing = Tracing(ManualClock(), "d0", "decode", telemetry.tracers)
+    with caplog.at_level(logging.WARNING):
+        for _ in range(3):
+            tracing.end(tracing.start(names.SPAN_DECODE))
+            telemetry.tracers.force_flush(timeout_millis=3000)
+        telemetry.shutdown()
+    said = [r.getMessage() for r in caplog.records if r.name.startswith("opentelemetry.exporter")]
+    assert sum("traces" in line for line in said) == 1, said
+    assert sum("metrics" in line for line in said) <= 1, said
+
+
+def test_prometheus_is_answered_until_the_end() -> None:
+    where = f"127.0.0.1:{free_port()}"
+    telemetry = make_telemetry("pd-grpc-decode", "d0", "", where)
+    instruments = Instruments("d0", telemetry.meters)
+    instruments.histogram(names.METRIC_STAGE_DURATION).record(
+        0.02, {"stage": "decode", "pd.outcome": "ok"}
+    )
+    with urllib.request.urlopen(f"http://{where}/metrics", timeout=10) as answer:
+        text = answer.read().decode()
+    assert "pd_stage_duration_seconds_bucket{" in text
+    (line,) = [x for x in text.splitlines() if x.startswith("pd_stage_duration_seconds_count")]
+    assert 'stage="decode"' in line and line.endswith(" 1.0")
+    assert 'service_instance_id="d0"' in text
+    telemetry.shutdown()
+    with pytest.raises(OSError):
+        urllib.request.urlopen(f"http://{where}/metrics", timeout=10)
+
+
+def test_a_port_that_is_taken_is_an_error_at_the_start() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        with pytest.raises(OSError):
+            make_telemetry("pd-grpc", "d0", "", f"127.0.0.1:{taken.getsockname()[1]}")
