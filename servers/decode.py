@@ -20,7 +20,9 @@ def main(argv: Sequence[str]) -> int:
 async def start(config: DecodeConfig, telemetry: Telemetry) -> DecodeServer:
     """A D over the configured engine. ModelError when it cannot be loaded."""
     engine = await process.load(lambda: load_engine(config, process.progress))
-    return await start_decode(config, engine, tracer_provider=telemetry.tracers, meter_provider=telemetry.meters)
+    return await start_decode(
+        config, engine, tracer_provider=telemetry.tracers, meter_provider=telemetry.meters
+    )
 
 
 if __name__ == "__main__":

@@ -23,7 +23,9 @@ async def start(config: RouterConfig, telemetry: Telemetry) -> RouterServer:
     tokenizer = await asyncio.to_thread(
         load_tokenizer, config.engine, config.model, config.sim_vocab
     )
-    return await start_router(config, tokenizer, tracer_provider=telemetry.tracers, meter_provider=telemetry.meters)
+    return await start_router(
+        config, tokenizer, tracer_provider=telemetry.tracers, meter_provider=telemetry.meters
+    )
 
 
 if __name__ == "__main__":
