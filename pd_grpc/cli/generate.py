@@ -38,7 +38,9 @@ def generate(
         False, "--raw/--chat", help="The plain text, or a chat message (the default)."
     ),
     deadline: float | None = typer.Option(None, help="Seconds the answer may take."),
-    with_trace: bool = typer.Option(False, "--trace", help="Show where the time went."),
+    with_trace: bool = typer.Option(
+        False, "--trace", help="Show where the time went; of servers with --traces-kept."
+    ),
     as_json: bool = typer.Option(False, "--json", help="Print one JSON object at the end."),
 ) -> None:
     """Ask for an answer and stream it."""

@@ -30,7 +30,7 @@ def trace(
     as_json: bool = typer.Option(False, "--json", help="Print one JSON object."),
 ) -> None:
     """Show where the time of one of the last requests went, as its router, prefill and decode
-    instances remember it. No telemetry backend is needed."""
+    instances remember it (--traces-kept). No telemetry backend is needed."""
     try:
         spans = fetch(endpoint, id)
     except grpc.RpcError as error:

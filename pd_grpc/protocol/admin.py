@@ -294,4 +294,5 @@ def _unknown(transfer_id: str, attempt: int) -> Fault:
 
 
 def _unknown_trace(wanted: str) -> Fault:
-    return Fault(Reason.UNKNOWN_TRANSFER, f"no trace of {wanted} is kept here")
+    text = f"no trace of {wanted} is kept here; traces_kept says how many are"
+    return Fault(Reason.UNKNOWN_TRANSFER, text)
