@@ -38,6 +38,12 @@ class Instrument:
     bounds: tuple[float, ...] = ()
 
 
+_RPC = (
+    names.ATTR_RPC_SYSTEM,
+    names.ATTR_RPC_METHOD,
+    names.ATTR_STATUS_CODE,
+    names.ATTR_ERROR_TYPE,
+)
 _OUTCOME, _REASON, _DECODE = names.ATTR_OUTCOME, names.ATTR_METRIC_REASON, names.ATTR_METRIC_DECODE
 
 CATALOG: Mapping[str, Instrument] = {
@@ -168,6 +174,20 @@ CATALOG: Mapping[str, Instrument] = {
             "s",
             "from a request to its end",
             (names.ATTR_GEN_AI_OPERATION, names.ATTR_GEN_AI_MODEL, names.ATTR_ERROR_TYPE),
+            SECONDS,
+        ),
+        Instrument(
+            names.METRIC_RPC_SERVER_DURATION,
+            "s",
+            "calls served, from the first header to the status",
+            _RPC,
+            SECONDS,
+        ),
+        Instrument(
+            names.METRIC_RPC_CLIENT_DURATION,
+            "s",
+            "calls made, from the first header to the status",
+            (*_RPC, names.ATTR_SERVER_ADDRESS, names.ATTR_SERVER_PORT),
             SECONDS,
         ),
     )

@@ -41,6 +41,14 @@ ATTR_ROLE: Final = "pd.role"
 ATTR_ERROR_TYPE: Final = "error.type"
 ATTR_STATUS_CODE: Final = "rpc.response.status_code"
 
+# Of calls, by OpenTelemetry's conventions for RPC; their spans are named after the method.
+ATTR_RPC_SYSTEM: Final = "rpc.system.name"
+ATTR_RPC_METHOD: Final = "rpc.method"
+ATTR_SERVER_ADDRESS: Final = "server.address"
+ATTR_SERVER_PORT: Final = "server.port"
+METRIC_RPC_CLIENT_DURATION: Final = "rpc.client.call.duration"
+METRIC_RPC_SERVER_DURATION: Final = "rpc.server.call.duration"
+
 # Of `pd.recovery`: "retry" or "continuation".
 ATTR_RECOVERY: Final = "pd.recovery.kind"
 ATTR_PEER: Final = "pd.peer"

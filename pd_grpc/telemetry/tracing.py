@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 from opentelemetry import trace
 from opentelemetry.context import Context
@@ -19,6 +19,7 @@ from opentelemetry.trace import (
     NonRecordingSpan,
     Span,
     SpanContext,
+    SpanKind,
     Status,
     StatusCode,
     TraceFlags,
@@ -77,6 +78,15 @@ class Tracing:
         self._provider = provider
         self._tracer = None if provider is None else provider.get_tracer(_SCOPE)
 
+    @property
+    def records(self) -> bool:
+        """Whether any span goes anywhere."""
+        return self._tracer is not None
+
+    def now(self) -> float:
+        """Seconds on the clock that its spans are timed with."""
+        return self._clock.now()
+
     def start(
         self,
         name: str,
@@ -85,6 +95,7 @@ class Tracing:
         at: float | None = None,
         attributes: Mapping[str, AttributeValue] = _NO_ATTRIBUTES,
         links: Sequence[SpanContext] = (),
+        kind: SpanKind = SpanKind.INTERNAL,
     ) -> Span:
         """Start a span. `parent` None starts a trace; `at` is a time of the clock, None is now."""
         context = Context() if parent is None else parent
@@ -93,6 +104,7 @@ class Tracing:
         span = self._tracer.start_span(
             name,
             context,
+            kind,
             links=[Link(link) for link in links],
             start_time=self._wall_ns(at),
         )
@@ -108,15 +120,16 @@ class Tracing:
         *,
         at: float | None = None,
         error: tuple[str, str, str] | None = None,
+        outcome: str = "ok",
     ) -> None:
-        """End a span as "ok", or with an error's (code, reason, message).
+        """End a span with an error's (code, reason, message), or with `outcome`, which is no error.
 
         The message must be one of ours: prompt text never enters a span.
         """
         if not span.is_recording():
             return
         if error is None:
-            span.set_attribute(names.ATTR_OUTCOME, "ok")
+            span.set_attribute(names.ATTR_OUTCOME, outcome)
         else:
             code, reason, message = error
             span.set_attributes(
@@ -156,8 +169,8 @@ class Tracing:
 
 
 def inject(
-    context: Context | None, metadata: Iterable[tuple[str, str]] = ()
-) -> list[tuple[str, str]]:
+    context: Context | None, metadata: Iterable[tuple[str, Any]] = ()
+) -> list[tuple[str, Any]]:
     """The metadata of a call with the W3C trace context in place of any it carries."""
     carrier: dict[str, str] = {}
     _W3C.inject(carrier, Context() if context is None else context)
