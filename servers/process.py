@@ -65,7 +65,8 @@ def run(
     hangs; without it such a step is waited for `call_s` and a little more. 0 after that (4 where a
     step was not waited for), 2 for a configuration or model that cannot be used, 3 for a port in
     use; the reason goes to standard error. Prints `ready ROLE NAME ENDPOINT` on
-    standard output once it answers.
+    standard output once it answers, and before it `metrics ROLE NAME ENDPOINT` where Prometheus is
+    answered.
     """
     for stream in (sys.stdout, sys.stderr):
         atexit.register(_let_go, stream)
@@ -74,6 +75,8 @@ def run(
         keep_freed_memory()
         configure_logging(config.log_format, config.log_level)
         telemetry = _telemetry(role, config)
+        if telemetry.prometheus:
+            _say(f"metrics {role} {config.name or role} {telemetry.prometheus}", sys.stdout)
         return asyncio.run(_serve(role, config, telemetry, start))
     except (SettingsError, ModelError) as error:
         print(f"pd-grpc serve {role}: {error}", file=sys.stderr)

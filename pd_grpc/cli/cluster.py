@@ -26,7 +26,7 @@ import grpc
 from pd_grpc.cli.console import EXIT_FAILED, EXIT_USAGE
 from pd_grpc.protocol import rpc
 from pd_grpc.protocol.config import Sizes, Timeouts
-from pd_grpc.protocol.endpoints import PortInUse, check_can_listen
+from pd_grpc.protocol.endpoints import PortInUse, address, check_can_listen, split_address
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -69,6 +69,9 @@ class ClusterPlan:
     port: int = 0
     flags: tuple[str, ...] = ()
     router_flags: tuple[str, ...] = ()
+    prometheus: str = ""
+    """host:port of the router's metrics; the prefill and then the decode servers have the ports
+    behind it. With port 0 each takes a free one; empty is off."""
     drain_s: float = 5.0
     start_s: float = 600.0
     """How long loading the model may take."""
@@ -81,9 +84,22 @@ class ClusterPlan:
         return [*flags, *self.flags]
 
     @property
+    def prefills(self) -> int:
+        """Number of prefill servers."""
+        return 0 if self.aggregated else self.prefill
+
+    @property
     def engines(self) -> int:
         """Number of processes with an engine."""
-        return self.decode + (0 if self.aggregated else self.prefill)
+        return self.decode + self.prefills
+
+    def metrics_of(self, role: str, number: int = 0) -> str:
+        """host:port of the metrics of the server of `role` with this number; empty when off."""
+        if not self.prometheus:
+            return ""
+        host, first = split_address(self.prometheus)
+        behind = {"router": 0, "prefill": 1, "decode": 1 + self.prefills}[role] + number
+        return address(host, first + behind if first else 0)
 
 
 @dataclass(eq=False)
@@ -96,6 +112,8 @@ class LocalInstance:
     log: Path
     log_file: IO[bytes] = field(repr=False)
     endpoint: str = ""
+    metrics: str = ""
+    """host:port at which it answers Prometheus, if it does."""
     ended: bool = False
     _line: bytes = b""
 
@@ -113,6 +131,8 @@ class LocalInstance:
             words = line.decode(errors="replace").split()
             if words[:1] == ["ready"] and len(words) == 4:
                 self.endpoint = words[3]
+            elif words[:1] == ["metrics"] and len(words) == 4:
+                self.metrics = words[3]
 
     def tail(self) -> str:
         """The last lines of its log."""
@@ -160,15 +180,18 @@ class LocalCluster:
         try:
             # Before a model is loaded.
             check_can_listen(plan.host, plan.port)
+            for metrics in filter(None, self._metrics()):
+                check_can_listen(*split_address(metrics))
         except PortInUse as error:
             raise ClusterError(str(error), _EXIT_PORT_IN_USE) from error
         self._folder = Path(tempfile.mkdtemp(prefix="pd-grpc-"))
         for i in range(plan.decode):
-            self._spawn("decode", f"decode-{i}", plan.engine_flags())
-        for i in range(0 if plan.aggregated else plan.prefill):
-            self._spawn("prefill", f"prefill-{i}", plan.engine_flags())
+            self._spawn("decode", f"decode-{i}", plan.engine_flags(), plan.metrics_of("decode", i))
+        for i in range(plan.prefills):
+            name = f"prefill-{i}"
+            self._spawn("prefill", name, plan.engine_flags(), plan.metrics_of("prefill", i))
         self._until_ready(self.instances)
-        router = self._spawn("router", "router", self._router_flags())
+        router = self._spawn("router", "router", self._router_flags(), plan.metrics_of("router"))
         self._until_ready([router])
         self._until_serving(router)
 
@@ -224,12 +247,22 @@ class LocalCluster:
             flags.append("--aggregated")
         return [*flags, *plan.router_flags]
 
-    def _spawn(self, role: str, name: str, flags: Sequence[str]) -> LocalInstance:
+    def _metrics(self) -> list[str]:
+        plan = self._plan
+        return [
+            plan.metrics_of("router"),
+            *(plan.metrics_of("prefill", i) for i in range(plan.prefills)),
+            *(plan.metrics_of("decode", i) for i in range(plan.decode)),
+        ]
+
+    def _spawn(self, role: str, name: str, flags: Sequence[str], metrics: str) -> LocalInstance:
         assert self._folder is not None
         log = self._folder / f"{name}.log"
         log_file = log.open("ab", buffering=0)
         common = ["--name", name, "--host", self._plan.host, "--drain-s", str(self._plan.drain_s)]
         port = [] if role == "router" else ["--port", "0"]
+        if metrics:
+            port += ["--prometheus", metrics]
         command = [sys.executable, "-m", "pd_grpc.cli.main", "serve", "--exit-with-stdin", role]
         process = subprocess.Popen(
             [*command, *common, *port, *flags],

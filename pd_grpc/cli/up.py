@@ -16,6 +16,7 @@ from pd_grpc.cli.cluster import ClusterError, ClusterPlan, LocalCluster
 from pd_grpc.cli.console import progress, refuse, say_error, stdout
 from pd_grpc.cli.settings import CONFIG_ENV, SettingsError, env_of, flag_of, load_settings
 from pd_grpc.protocol.config import DecodeConfig, PrefillConfig, RouterConfig, ServerConfig
+from pd_grpc.protocol.endpoints import MAX_PORT, split_address
 
 DEFAULT_PORT = 50050
 
@@ -93,6 +94,11 @@ def up(
         None, rich_help_panel=_KNOBS, help="sim: factor on the step times."
     ),
     otlp: str | None = typer.Option(None, help="host:port of an OTLP collector."),
+    prometheus: str | None = typer.Option(
+        None,
+        help="host:port of the router's metrics; prefill and then decode servers have the ports "
+        "behind it. Port 0 takes free ones.",
+    ),
     log_level: str | None = typer.Option(None, help="Least severe line in the logs."),
 ) -> None:
     """Start a router, prefill and decode servers on this machine; Ctrl-C stops them.
@@ -127,6 +133,7 @@ def up(
             },
             router={"port": port, "aggregated": aggregated or None},
             environ=os.environ,
+            prometheus=prometheus,
         )
         with contextlib.ExitStack() as stack:
             with progress("starting") as tell:
@@ -150,6 +157,7 @@ def plan_of(
     engines: Mapping[str, object],
     router: Mapping[str, object],
     environ: Mapping[str, str],
+    prometheus: str | None = None,
 ) -> ClusterPlan:
     """What to start: flags before variables before the TOML file before what `up` takes itself.
 
@@ -157,7 +165,8 @@ def plan_of(
     was not. Everything is checked as the servers themselves will. SettingsError.
     """
     for_all, for_engines, for_router = _flags(common), _flags(engines), _flags(router)
-    routing = load_settings(RouterConfig, [*for_all, *for_router], environ)
+    metrics = _flags({"prometheus": prometheus})
+    routing = load_settings(RouterConfig, [*for_all, *for_router, *metrics], environ)
     serving = load_settings(DecodeConfig, [*for_all, *for_engines], environ)
     load_settings(PrefillConfig, [*for_all, *for_engines], environ)
     file = str(common["config"] or environ.get(CONFIG_ENV, ""))
@@ -166,6 +175,7 @@ def plan_of(
         raise SettingsError(f"--prefill {prefill} and --aggregated exclude each other")
     if not routing.aggregated and prefill == 0:
         raise SettingsError("--prefill 0 needs --aggregated")
+    _check_ports(routing.prometheus, decode + (0 if routing.aggregated else prefill or 1))
     given = serving.model_fields_set
     if "threads" in given:
         # In the place of the share of the cores.
@@ -181,6 +191,7 @@ def plan_of(
         port=routing.port if "port" in routing.model_fields_set else DEFAULT_PORT,
         flags=(*for_all, *for_engines),
         router_flags=tuple(for_all),
+        prometheus=routing.prometheus,
         drain_s=serving.drain_s if "drain_s" in given else ClusterPlan.drain_s,
     )
 
@@ -203,10 +214,20 @@ def _refuse_everyones_own(
             raise SettingsError(f"{source} is for one server; `pd-grpc up` {does}")
 
 
+def _check_ports(prometheus: str, behind: int) -> None:
+    if prometheus and split_address(prometheus)[1] + behind > MAX_PORT:
+        text = (
+            f"prometheus needs {behind} more ports behind {prometheus}, and {MAX_PORT} is the last"
+        )
+        raise SettingsError(text)
+
+
 def _table(cluster: LocalCluster) -> Table:
-    table = Table("role", "name", "endpoint", "pid")
+    metrics = any(instance.metrics for instance in cluster.instances)
+    table = Table("role", "name", "endpoint", "pid", *(["metrics"] if metrics else []))
     for instance in cluster.instances:
-        table.add_row(instance.role, instance.name, instance.endpoint, str(instance.pid))
+        cells = [instance.role, instance.name, instance.endpoint, str(instance.pid)]
+        table.add_row(*cells, *([instance.metrics] if metrics else []))
     return table
 
 

@@ -22,8 +22,13 @@ def _endpoint_or_empty(value: str) -> str:
     return check_endpoint(value) if value else value
 
 
+def _listen_or_empty(value: str) -> str:
+    return check_endpoint(value, lowest_port=0) if value else value
+
+
 Endpoint = Annotated[str, AfterValidator(check_endpoint)]
 EndpointOrEmpty = Annotated[str, AfterValidator(_endpoint_or_empty)]
+ListenOrEmpty = Annotated[str, AfterValidator(_listen_or_empty)]
 
 
 class _Section(BaseModel):
@@ -154,8 +159,10 @@ class TelemetryConfig(_Section):
     otlp: EndpointOrEmpty = Field(
         "", description="host:port of an OTLP collector over gRPC; empty is off"
     )
-    prometheus: EndpointOrEmpty = Field(
-        "", description="host:port at which Prometheus is answered with metrics; empty is off"
+    prometheus: ListenOrEmpty = Field(
+        "",
+        description="host:port at which Prometheus is answered with metrics, port 0 takes a free"
+        " one; empty is off. `pd-grpc up` counts on from it, a port for each server",
     )
     traces_kept: int = Field(
         0, ge=0, description="last traces kept in memory, for `pd-grpc trace`; 0 keeps none"

@@ -6,11 +6,11 @@ import errno
 import re
 import socket
 
-_MAX_PORT = 65535
+MAX_PORT = 65535
 _HOST = r"(?:[A-Za-z0-9_](?:[A-Za-z0-9_.-]*[A-Za-z0-9_.])?|\[[0-9A-Fa-f:.]+(?:%[\w.-]+)?\])"
 _ENDPOINT = re.compile(rf"{_HOST}:([0-9]+)")
 
-ENDPOINT_LIMIT = f"must be host:port with a port from 1 to {_MAX_PORT}"
+ENDPOINT_LIMIT = f"must be host:port with a port from 1 to {MAX_PORT}"
 """What a field that holds one is told when it is wrong, whatever its length."""
 
 
@@ -23,14 +23,21 @@ def address(host: str, port: int) -> str:
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
-def check_endpoint(endpoint: str) -> str:
-    """`endpoint` if it is host:port with a port from 1 to 65535; ValueError says what it lacks."""
+def check_endpoint(endpoint: str, lowest_port: int = 1) -> str:
+    """`endpoint` if it is host:port with a port from 1 to 65535; ValueError says what it lacks.
+    Where one listens, `lowest_port` may be 0: any free one."""
     found = _ENDPOINT.fullmatch(endpoint) if endpoint.isascii() else None
     if found is None:
         raise ValueError(f"must be host:port (an IPv6 address in brackets), not {endpoint!r}")
-    if not 1 <= int(found[1]) <= _MAX_PORT:
-        raise ValueError(f"must have a port from 1 to {_MAX_PORT}, not {endpoint!r}")
+    if not lowest_port <= int(found[1]) <= MAX_PORT:
+        raise ValueError(f"must have a port from {lowest_port} to {MAX_PORT}, not {endpoint!r}")
     return endpoint
+
+
+def split_address(endpoint: str) -> tuple[str, int]:
+    """Host, without the brackets of an IPv6 address, and port of what `check_endpoint` passed."""
+    host, _, port = endpoint.rpartition(":")
+    return host.strip("[]"), int(port)
 
 
 def check_can_listen(host: str, port: int) -> None:

@@ -24,6 +24,8 @@ class Telemetry:
 
     tracers: TracerProvider | None = None
     meters: MeterProvider | None = None
+    prometheus: str = ""
+    """host:port at which Prometheus is answered; empty when it is not."""
     closers: tuple[Callable[[], object], ...] = field(default=())
 
     def shutdown(self) -> None:
@@ -34,7 +36,7 @@ class Telemetry:
 
 def make_telemetry(service: str, instance: str, otlp: str, prometheus: str) -> Telemetry:
     """Export to the collector at `otlp` (host:port, gRPC), and answer Prometheus at `prometheus`
-    (host:port); "" is off.
+    (host:port, 0 is any free port); "" is off.
 
     Sampling follows the caller's decision and OpenTelemetry's own OTEL_TRACES_SAMPLER, the period
     of metrics OTEL_METRIC_EXPORT_INTERVAL. A collector that cannot be reached is one line in the
@@ -45,6 +47,7 @@ def make_telemetry(service: str, instance: str, otlp: str, prometheus: str) -> T
     readers: list[MetricReader] = []
     closers: list[Callable[[], object]] = []
     tracers = None
+    answering = ""
     if otlp:
         tracers = TracerProvider(resource=resource)
         tracers.add_span_processor(BatchSpanProcessor(_span_exporter(otlp)))
@@ -52,13 +55,13 @@ def make_telemetry(service: str, instance: str, otlp: str, prometheus: str) -> T
         readers.append(_otlp_reader(otlp))
         logging.getLogger(_EXPORTERS).addFilter(_once_each())
     if prometheus:
-        reader, close = _prometheus_reader(prometheus)
+        reader, answering, close = _prometheus_reader(prometheus)
         readers.append(reader)
         closers.append(close)
     meters = MeterProvider(readers, resource=resource) if readers else None
     if meters is not None:
         closers.insert(0, meters.shutdown)
-    return Telemetry(tracers, meters, tuple(closers))
+    return Telemetry(tracers, meters, answering, tuple(closers))
 
 
 def _span_exporter(otlp: str) -> SpanExporter:
@@ -77,15 +80,15 @@ def _otlp_reader(otlp: str) -> MetricReader:
     )
 
 
-def _prometheus_reader(endpoint: str) -> tuple[MetricReader, Callable[[], None]]:
+def _prometheus_reader(endpoint: str) -> tuple[MetricReader, str, Callable[[], None]]:
     try:
         from opentelemetry.exporter.prometheus import PrometheusMetricReader
         from prometheus_client import CollectorRegistry, start_http_server
     except ImportError as error:
         raise RuntimeError(_missing(f"answering Prometheus at {endpoint}", "prometheus")) from error
-    host, _, port = endpoint.rpartition(":")
     registry = CollectorRegistry()
     reader = PrometheusMetricReader(registry=registry)
+    host, _, port = endpoint.rpartition(":")
     server, thread = start_http_server(int(port), host.strip("[]"), registry)
 
     def close() -> None:
@@ -93,7 +96,7 @@ def _prometheus_reader(endpoint: str) -> tuple[MetricReader, Callable[[], None]]
         server.server_close()
         thread.join()
 
-    return reader, close
+    return reader, f"{host}:{server.server_port}", close
 
 
 def _missing(what: str, extra: str) -> str:

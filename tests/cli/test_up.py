@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import time
+import urllib.request
 from pathlib import Path
 
 import grpc
@@ -15,6 +16,7 @@ import psutil
 import pytest
 
 from pd_grpc.cli.cluster import ClusterError, ClusterPlan, LocalCluster
+from pd_grpc.cli.up import plan_of
 from pd_grpc.v1 import admin_pb2, admin_pb2_grpc
 from tests.cli.running import COMMAND, pd_grpc
 
@@ -51,6 +53,10 @@ class Up:
     def endpoints(self) -> dict[str, str]:
         """host:port by name, as the table shows them."""
         return dict(re.findall(r"│ (\S+) +│ (\S+:\d+) +│", self.shown))
+
+    def metrics(self) -> dict[str, str]:
+        """host:port of its metrics by name, as the table shows them."""
+        return dict(re.findall(r"│ (\S+) +│ \S+:\d+ +│ \d+ +│ (\S+:\d+) +│", self.shown))
 
     def child(self, name: str) -> psutil.Process:
         return next(c for c in self.children if name in c.cmdline())
@@ -134,6 +140,36 @@ def until_handled(pid: int, signum: signal.Signals) -> None:
     pytest.fail("no handler")
 
 
+def test_each_server_answers_prometheus_at_the_port_that_up_shows(tmp_path: Path) -> None:
+    up = Up(tmp_path, "--decode", "2", "--prometheus", "127.0.0.1:0")
+    try:
+        answers = {name: metrics_at(endpoint) for name, endpoint in up.metrics().items()}
+    finally:
+        up.process.send_signal(signal.SIGTERM)
+        up.wait()
+    assert set(answers) == {"router", "prefill-0", "decode-0", "decode-1"}
+    for name, text in answers.items():
+        assert f'service_instance_id="{name}"' in text
+
+
+def test_from_a_port_on_the_router_comes_first_then_prefill_then_decode() -> None:
+    plan = plan_of(2, 2, {"config": None}, {}, {}, {"PD_ENGINE": "sim"}, "[::1]:9464")
+    assert plan.metrics_of("router") == "[::1]:9464"
+    assert [plan.metrics_of("prefill", i) for i in range(2)] == ["[::1]:9465", "[::1]:9466"]
+    assert [plan.metrics_of("decode", i) for i in range(2)] == ["[::1]:9467", "[::1]:9468"]
+
+
+def test_a_variable_gives_each_server_a_port_of_its_own_too() -> None:
+    environ = {"PD_ENGINE": "sim", "PD_PROMETHEUS": "127.0.0.1:9464"}
+    plan = plan_of(None, 1, {"config": None}, {}, {"aggregated": True}, environ)
+    assert plan.metrics_of("decode") == "127.0.0.1:9465"
+
+
+def metrics_at(endpoint: str) -> str:
+    with urllib.request.urlopen(f"http://{endpoint}/metrics", timeout=10) as answer:
+        return str(answer.read().decode())
+
+
 # --- where its settings come from -----------------------------------------------------------------
 
 
@@ -174,6 +210,11 @@ def settings_of(endpoint: str) -> dict[str, str]:
         (["--block-size", "0"], {}, "block_size must be greater than or equal to 1, not '0' (from"),
         ([], {"PD_NUM_BLOCKS": "many"}, "num_blocks must be a valid integer"),
         (["--otlp", "foo"], {}, "otlp must be host:port"),
+        (
+            ["--prometheus", "h:65534"],
+            {},
+            "prometheus needs 2 more ports behind h:65534, and 65535",
+        ),
         ([], {"PD_PREFILL": "h:1"}, "PD_PREFILL is for one server; `pd-grpc up` tells the router"),
         ([], {"PD_DECODE": "h:1"}, "PD_DECODE is for one server; `pd-grpc up` tells the router"),
         ([], {"PD_NAME": "me"}, "PD_NAME is for one server; `pd-grpc up` names its servers itself"),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from pd_grpc.protocol.endpoints import check_endpoint
+from pd_grpc.protocol.endpoints import check_endpoint, split_address
 
 
 @pytest.mark.parametrize(
@@ -12,6 +12,17 @@ from pd_grpc.protocol.endpoints import check_endpoint
 )
 def test_a_host_with_a_port_is_an_endpoint(endpoint: str) -> None:
     assert check_endpoint(endpoint) == endpoint
+
+
+def test_where_one_listens_port_0_may_mean_any() -> None:
+    assert check_endpoint("127.0.0.1:0", lowest_port=0) == "127.0.0.1:0"
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "parts"), [("127.0.0.1:1", ("127.0.0.1", 1)), ("[::1]:65535", ("::1", 65535))]
+)
+def test_an_address_falls_into_host_and_port(endpoint: str, parts: tuple[str, int]) -> None:
+    assert split_address(endpoint) == parts
 
 
 @pytest.mark.parametrize(

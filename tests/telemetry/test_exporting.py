@@ -126,6 +126,17 @@ def test_prometheus_is_answered_until_the_end() -> None:
         urllib.request.urlopen(f"http://{where}/metrics", timeout=10)
 
 
+def test_port_0_is_any_free_one_and_says_which() -> None:
+    telemetry = make_telemetry("pd-grpc-decode", "d0", "", "127.0.0.1:0")
+    try:
+        assert not telemetry.prometheus.endswith(":0")
+        url = f"http://{telemetry.prometheus}/metrics"
+        with urllib.request.urlopen(url, timeout=10) as answer:
+            assert answer.status == 200
+    finally:
+        telemetry.shutdown()
+
+
 def test_a_port_that_is_taken_is_an_error_at_the_start() -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
