@@ -16,15 +16,21 @@ SPAN_ALLOCATE: Final = "pd.allocate"
 SPAN_COMPUTE: Final = "pd.compute"
 SPAN_SEND: Final = "pd.send"
 SPAN_FIRST_TOKEN: Final = "pd.first_token"
-# On D. `pd.decode` is linked to the `pd.step` batches it shared.
+# On D; where it prefills a request itself, `pd.queue` and `pd.compute` too. `pd.decode` is linked to
+# the `pd.step` batches it shared, and `pd.step_wait` is its wait for the first of them.
 SPAN_RESERVE: Final = "pd.reserve"
 SPAN_RECEIVE: Final = "pd.receive"
 SPAN_DECODE: Final = "pd.decode"
+SPAN_STEP_WAIT: Final = "pd.step_wait"
 SPAN_STEP: Final = "pd.step"
 
 # `pd.compute` has one per chunk, `pd.send` one per acknowledged range.
 EVENT_CHUNK: Final = "pd.chunk"
 EVENT_ACK: Final = "pd.ack"
+# When the client's leg was given these: on `pd.request` by the router's clock, on `pd.receive` (if
+# KV is still to come then) and `pd.decode` by D's.
+EVENT_FIRST_TOKEN: Final = "pd.first_token"
+EVENT_SECOND_TOKEN: Final = "pd.second_token"
 # `pd.request` has one for each attempt after the first.
 EVENT_RECOVERY: Final = "pd.recovery"
 
@@ -95,11 +101,17 @@ METRIC_WASTED_TOKENS: Final = "pd.prefill.wasted_tokens"
 # The router.
 METRIC_DECISION: Final = "pd.decision"
 METRIC_SECOND_TOKEN_GAP: Final = "pd.second_token_gap"
-# By OpenTelemetry's conventions for generative AI, which still move.
+# By OpenTelemetry's conventions for generative AI as of 1.44, which have left for a repository of
+# their own and still move. All they require is there; server.address and server.port, which they recommend, are one for all series of a router,
+# and its resource names it.
 METRIC_TTFT: Final = "gen_ai.server.time_to_first_token"
 METRIC_TPOT: Final = "gen_ai.server.time_per_output_token"
 METRIC_REQUEST_DURATION: Final = "gen_ai.server.request.duration"
 ATTR_GEN_AI_OPERATION: Final = "gen_ai.operation.name"
+OPERATION_CHAT: Final = "chat"
+OPERATION_COMPLETION: Final = "text_completion"
+ATTR_GEN_AI_PROVIDER: Final = "gen_ai.provider.name"
+PROVIDER: Final = "pd_grpc"
 ATTR_GEN_AI_MODEL: Final = "gen_ai.request.model"
 
 # Labels of metrics.
