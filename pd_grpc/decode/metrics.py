@@ -10,54 +10,37 @@ from pd_grpc.decode.machine import DecodeMachine
 from pd_grpc.decode.states import STAGES, DecodeState
 from pd_grpc.decode.transfer import Transfer
 from pd_grpc.protocol.clock import Clock
-from pd_grpc.protocol.faults import Fault
+from pd_grpc.protocol.faults import Reason
 from pd_grpc.protocol.refs import TransferKey
-from pd_grpc.telemetry.instance_metrics import OK, InstanceMetrics, TransferMetrics
+from pd_grpc.telemetry.instance_metrics import MachineMetrics
 from pd_grpc.telemetry.instruments import Instruments
 
 
-class DecodeMetrics:
+class DecodeMetrics(MachineMetrics[TransferKey]):
     """Hears of every change of state, every event and every refusal."""
 
     def __init__(self, instruments: Instruments, machine: DecodeMachine, clock: Clock) -> None:
-        self._clock = clock
-        self._instance = InstanceMetrics(instruments, "decode")
-        self._transfer = TransferMetrics(instruments, "decode")
-        self._since: dict[TransferKey, float] = {}
-        self._receiving: dict[TransferKey, float] = {}
+        super().__init__(instruments, "decode", Reason, clock.now)
         ledger = machine.ledger
-        self._instance.watch(
-            late_events=lambda: ledger.late_events,
-            blocks=lambda: {
-                state.name.lower(): number for state, number in machine.pool.counts().items()
-            },
-            queued_tokens=lambda: _waiting_tokens(ledger.transfers),
-        )
+        self.watch_late_events(lambda: ledger.late_events)
+        self.watch_pool(machine.pool.counts)
+        self.watch_queue(lambda: _waiting_tokens(ledger.transfers))
 
     def changed(self, change: Changed) -> None:
         """A transfer has entered another state."""
-        now = self._clock.now()
-        since = self._since.pop(change.key, now)
-        outcome = OK if change.fault is None else change.fault.reason.value
-        if change.before is not None:
-            self._instance.stage(STAGES[change.before], now - since, outcome)
+        left = None if change.before is None else STAGES[change.before]
+        self.moved(change.key, left, change.after.terminal, change.fault)
         if change.after is DecodeState.RECEIVING:
-            self._receiving[change.key] = now
+            self.transfer_begins(change.key)
         elif change.before is DecodeState.RECEIVING:
-            self._transfer.ended(now - self._receiving.pop(change.key), outcome)
+            self.transfer_ends(change.key, change.fault)
         if change.after is DecodeState.EXPIRED:
-            self._transfer.expired()
-        if not change.after.terminal:
-            self._since[change.key] = now
+            self.lease_expired()
 
     def heard(self, event: ev.Event, at: float) -> None:
         """KV has come."""
         if isinstance(event, ev.ReceiveProgress):
-            self._transfer.verified(event.payload_bytes)
-
-    def refused(self, fault: Fault) -> None:
-        """A call has ended with a fault."""
-        self._instance.refused(fault.reason.value)
+            self.verified(event.payload_bytes)
 
 
 def _waiting_tokens(transfers: Mapping[str, Transfer]) -> int:

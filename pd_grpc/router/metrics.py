@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-from pd_grpc.protocol.faults import Fault
+from pd_grpc.protocol.faults import Fault, Reason
 from pd_grpc.router.in_flight import InFlight
 from pd_grpc.router.timing import AnswerTimes
 from pd_grpc.telemetry import names
 from pd_grpc.telemetry.instance_metrics import InstanceMetrics
 from pd_grpc.telemetry.instruments import Instruments
 
-_OPERATION = "text_completion"
 
-
-class RouterMetrics:
+class RouterMetrics(InstanceMetrics):
     """Hears of every request."""
 
     def __init__(self, instruments: Instruments, in_flight: InFlight) -> None:
-        self._instance = InstanceMetrics(instruments, "router")
-        self._instance.watch(late_events=lambda: in_flight.late_events)
+        super().__init__(instruments, "router", Reason)
+        self.watch_late_events(lambda: in_flight.late_events)
         self._decisions = instruments.counter(names.METRIC_DECISION)
         self._first = instruments.histogram(names.METRIC_TTFT)
         self._each = instruments.histogram(names.METRIC_TPOT)
@@ -31,18 +29,23 @@ class RouterMetrics:
 
     def routed(self, seconds: float, fault: Fault | None) -> None:
         """A request has been read and paired, or could not be."""
-        outcome = {} if fault is None else {"outcome": fault.reason.value}
-        self._instance.stage("route", seconds, **outcome)
+        self.stage("route", seconds, fault)
 
-    def ended(self, times: AnswerTimes, model: str, fault: Fault | None, now: float) -> None:
-        """A request has ended. One whose client left counts by its tokens alone."""
-        about = {names.ATTR_GEN_AI_OPERATION: _OPERATION, names.ATTR_GEN_AI_MODEL: model}
+    def ended(
+        self, times: AnswerTimes, operation: str, model: str, fault: Fault | None, now: float
+    ) -> None:
+        """A request has ended, by its whole answer, a fault or its client's leaving; `operation` is
+        names.OPERATION_CHAT or OPERATION_COMPLETION."""
+        about = {
+            names.ATTR_GEN_AI_OPERATION: operation,
+            names.ATTR_GEN_AI_PROVIDER: names.PROVIDER,
+            names.ATTR_GEN_AI_MODEL: model,
+        }
+        error = {}
         if fault is not None:
-            self._instance.refused(fault.reason.value)
-            about_end = {**about, names.ATTR_ERROR_TYPE: fault.reason.value}
-        else:
-            about_end = about
-        self._whole.record(now - times.accepted, about_end)
+            self.refused(fault)
+            error[names.ATTR_ERROR_TYPE] = fault.reason.value
+        self._whole.record(now - times.accepted, {**about, **error})
         if times.first_token_at is None:
             return
         self._first.record(times.first_token_at - times.accepted, about)

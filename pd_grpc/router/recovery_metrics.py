@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections import Counter
 
-from pd_grpc.protocol.faults import Reason
+from pd_grpc.protocol.faults import STATUS_TABLE, Reason, Retry
 from pd_grpc.router.recovery import Kind, Recovery
 from pd_grpc.telemetry import names
 from pd_grpc.telemetry.instruments import Instruments, Read
+
+_NONE_YET = {reason: 0 for reason, row in STATUS_TABLE.items() if row.retry is Retry.OTHER}
+"""Of a counter that begins at 1 Prometheus sees no increase."""
 
 
 class RecoveryMetrics:
@@ -29,5 +32,5 @@ def _by_reason(counter: Counter[Reason]) -> Read:
     # A copy is made in one step; the loop's thread may count meanwhile.
     return lambda: [
         (number, {names.ATTR_METRIC_REASON: reason.value})
-        for reason, number in dict(counter).items()
+        for reason, number in {**_NONE_YET, **dict(counter)}.items()
     ]

@@ -24,7 +24,7 @@ from pd_grpc.router.routing import Routing
 from pd_grpc.router.runtime import RoutedCall
 from pd_grpc.router.timing import AnswerTimes
 from pd_grpc.telemetry import names
-from pd_grpc.telemetry.tracing import Tracing, extract, trace_id
+from pd_grpc.telemetry.tracing import Tracing, current_context, trace_id
 from pd_grpc.v1 import inference_pb2, inference_pb2_grpc, types_pb2
 
 _log = logging.getLogger("pd_grpc.router.service")
@@ -60,7 +60,7 @@ class RouterService(inference_pb2_grpc.InferenceServiceServicer):
         self, request: inference_pb2.GenerateRequest, context: ServicerContext
     ) -> None:
         budget_s = rpc.budget_of(context, self._routing.config)
-        parent = extract(context.invocation_metadata())
+        parent = current_context()
         try:
             await self.route(request, budget_s, parent, context.write)
         except Fault as fault:
@@ -98,7 +98,8 @@ class RouterService(inference_pb2_grpc.InferenceServiceServicer):
             raise
         finally:
             self._tracing.end(span, error=_error(fault))
-            self._metrics.ended(times, self._model(), fault, self._routing.clock.now())
+            now = self._routing.clock.now()
+            self._metrics.ended(times, _operation(request), self._model(), fault, now)
 
     async def _answer(
         self,
@@ -137,14 +138,17 @@ class RouterService(inference_pb2_grpc.InferenceServiceServicer):
             fault = raised
             raise
         finally:
-            tracing.end(route, error=_error(fault))
+            if fault is not None:
+                tracing.end(route, error=_error(fault))
             self._metrics.routed(routing.clock.now() - times.accepted, fault)
         try:
-            call.start()
+            # P's time begins where that of routing ends: when it has been called.
+            call.start(lambda at: tracing.end(route, at=at))
             left = budget_ends - routing.clock.now() + rpc.STATUS_READ_S
             await rpc.write_within(_write_all(call, write), left)
         finally:
             await call.close()
+            tracing.end(route, error=_error(_CLIENT_GONE))  # Unless the legs were opened.
 
     async def _unless_left(self, read: Coroutine[Any, Any, RoutableRequest]) -> RoutableRequest:
         """What it reads, or its fault. Fault DRAINING when the router leaves before."""
@@ -189,6 +193,11 @@ def the_router_leaves() -> Fault:
 
 
 _CLIENT_GONE = Fault(Reason.CLIENT_GONE, "the client left")
+
+
+def _operation(request: inference_pb2.GenerateRequest) -> str:
+    chat = request.WhichOneof("prompt") == "messages"
+    return names.OPERATION_CHAT if chat else names.OPERATION_COMPLETION
 
 
 def _error(fault: Fault | None) -> tuple[str, str, str] | None:

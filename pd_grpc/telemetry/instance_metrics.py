@@ -1,71 +1,136 @@
-"""What P and D, or all three, count alike."""
+"""What instances of several roles count alike."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping
+from typing import Any, Generic, Protocol, TypeVar
 
 from pd_grpc.telemetry import names
 from pd_grpc.telemetry.instruments import Instruments
 
 OK = "ok"
 
+Key = TypeVar("Key", bound=Hashable)
+
+
+class Reason(Protocol):
+    """Why something ended, as one of few."""
+
+    @property
+    def value(self) -> Any:
+        """Its name on the wire."""
+        ...
+
+
+class Failure(Protocol):
+    """What ended a call or a request."""
+
+    @property
+    def reason(self) -> Reason:
+        """Its class."""
+        ...
+
+
+def outcome_of(fault: Failure | None) -> str:
+    """ "ok", or the reason of the fault that ended it."""
+    return OK if fault is None else str(fault.reason.value)
+
 
 class InstanceMetrics:
-    """The metrics that instances of several roles have."""
+    """What every instance counts."""
 
-    def __init__(self, instruments: Instruments, role: str) -> None:
+    def __init__(self, instruments: Instruments, role: str, reasons: Iterable[Reason]) -> None:
+        """`reasons` are all that a fault may have: each is there with 0 from the start, for of a
+        counter that begins at 1 Prometheus sees no increase."""
         self._instruments = instruments
         self._role = {names.ATTR_METRIC_ROLE: role}
         self._stages = instruments.histogram(names.METRIC_STAGE_DURATION)
         self._refusals = instruments.counter(names.METRIC_REFUSALS)
+        for reason in reasons:
+            self._count_refusal(reason, 0)
 
-    def watch(
-        self,
-        late_events: Callable[[], int],
-        blocks: Callable[[], Mapping[str, int]] | None = None,
-        queued_tokens: Callable[[], int] | None = None,
-    ) -> None:
-        """What is looked at when it is exported, from whichever thread; `blocks` by state."""
-        self._instruments.watched_counter(names.METRIC_LATE_EVENTS, lambda: [(late_events(), {})])
-        if blocks is not None:
-            self._instruments.gauge(
-                names.METRIC_BLOCKS,
-                lambda: [
-                    (number, {**self._role, names.ATTR_METRIC_STATE: state})
-                    for state, number in blocks().items()
-                ],
-            )
-        if queued_tokens is not None:
-            self._instruments.gauge(
-                names.METRIC_QUEUE_TOKENS, lambda: [(queued_tokens(), self._role)]
-            )
+    def watch_late_events(self, late_events: Callable[[], int]) -> None:
+        """Looked at when it is exported, from whichever thread, as all that is watched."""
+        self._instruments.watched_counter(
+            names.METRIC_LATE_EVENTS, lambda: [(late_events(), self._role)]
+        )
 
-    def stage(self, stage: str, seconds: float, outcome: str = OK) -> None:
-        """A request has left a stage; `outcome` is the reason of the fault that ended it there."""
-        self._stages.record(seconds, {names.ATTR_METRIC_STAGE: stage, names.ATTR_OUTCOME: outcome})
+    def stage(self, stage: str, seconds: float, fault: Failure | None) -> None:
+        """A request has left a stage, or a fault has ended it there."""
+        about = {names.ATTR_METRIC_STAGE: stage, names.ATTR_OUTCOME: outcome_of(fault)}
+        self._stages.record(seconds, {**self._role, **about})
 
-    def refused(self, reason: str) -> None:
+    def refused(self, fault: Failure) -> None:
         """A call has ended with a fault."""
-        self._refusals.add(1, {names.ATTR_METRIC_REASON: reason})
+        self._count_refusal(fault.reason, 1)
+
+    def _count_refusal(self, reason: Reason, number: int) -> None:
+        self._refusals.add(number, {**self._role, names.ATTR_METRIC_REASON: str(reason.value)})
 
 
-class TransferMetrics:
-    """KV on its way, as P or D sees it."""
+class MachineMetrics(InstanceMetrics, Generic[Key]):
+    """What P and D count alike: the stages of their requests, their pool, and KV on its way."""
 
-    def __init__(self, instruments: Instruments, role: str) -> None:
-        self._role = {names.ATTR_METRIC_ROLE: role}
+    def __init__(
+        self,
+        instruments: Instruments,
+        role: str,
+        reasons: Iterable[Reason],
+        now: Callable[[], float],
+    ) -> None:
+        super().__init__(instruments, role, reasons)
+        self._now = now
+        self._since: dict[Key, float] = {}
+        self._moving_since: dict[Key, float] = {}
         self._bytes = instruments.counter(names.METRIC_TRANSFER_BYTES)
-        self._duration = instruments.histogram(names.METRIC_TRANSFER_DURATION)
+        self._transfers = instruments.histogram(names.METRIC_TRANSFER_DURATION)
         self._expired = instruments.counter(names.METRIC_LEASE_EXPIRED)
+        self._side = {names.ATTR_METRIC_SIDE: role}
+        self._expired.add(0, self._side)
+
+    def watch_pool(self, blocks: Callable[[], Mapping[Any, int]]) -> None:
+        """`blocks` by state, an enum whose names in small letters are the labels."""
+        self._instruments.gauge(
+            names.METRIC_BLOCKS,
+            lambda: [
+                (number, {**self._role, names.ATTR_METRIC_STATE: state.name.lower()})
+                for state, number in blocks().items()
+            ],
+        )
+
+    def watch_queue(self, tokens: Callable[[], int]) -> None:
+        """Prompt tokens of requests that wait."""
+        self._instruments.gauge(names.METRIC_QUEUE_TOKENS, lambda: [(tokens(), self._role)])
+
+    def moved(self, key: Key, left: str | None, over: bool, fault: Failure | None) -> None:
+        """A request has left the stage `left`, None when it is new, and is in another unless it is
+        `over`."""
+        now = self._now()
+        since = self._since.pop(key, now)
+        if left is not None:
+            self.stage(left, now - since, fault)
+        if not over:
+            self._since[key] = now
+
+    def in_flight(self, key: Key) -> bool:
+        """Whether the request has come and is not over."""
+        return key in self._since
+
+    def transfer_begins(self, key: Key) -> None:
+        """The KV of a request is on its way."""
+        self._moving_since[key] = self._now()
+
+    def transfer_ends(self, key: Key, fault: Failure | None) -> None:
+        """All of its KV is there or never will be; nothing if it was not on its way."""
+        since = self._moving_since.pop(key, None)
+        if since is not None:
+            about = {**self._role, names.ATTR_OUTCOME: outcome_of(fault)}
+            self._transfers.record(self._now() - since, about)
 
     def verified(self, payload_bytes: int) -> None:
         """So many more bytes have been verified."""
         self._bytes.add(payload_bytes, self._role)
 
-    def ended(self, seconds: float, outcome: str = OK) -> None:
-        """All of a request's KV is there, or never will be."""
-        self._duration.record(seconds, {**self._role, names.ATTR_OUTCOME: outcome})
-
-    def expired(self) -> None:
+    def lease_expired(self) -> None:
         """A lease was not renewed."""
-        self._expired.add(1, {names.ATTR_METRIC_SIDE: self._role[names.ATTR_METRIC_ROLE]})
+        self._expired.add(1, self._side)

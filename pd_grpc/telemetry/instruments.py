@@ -45,6 +45,8 @@ _RPC = (
     names.ATTR_ERROR_TYPE,
 )
 _OUTCOME, _REASON, _DECODE = names.ATTR_OUTCOME, names.ATTR_METRIC_REASON, names.ATTR_METRIC_DECODE
+_ROLE = names.ATTR_METRIC_ROLE
+_GEN_AI = (names.ATTR_GEN_AI_OPERATION, names.ATTR_GEN_AI_PROVIDER, names.ATTR_GEN_AI_MODEL)
 
 CATALOG: Mapping[str, Instrument] = {
     each.name: each
@@ -53,30 +55,33 @@ CATALOG: Mapping[str, Instrument] = {
             names.METRIC_STAGE_DURATION,
             "s",
             "time that requests spent in a stage",
-            (names.ATTR_METRIC_STAGE, _OUTCOME),
+            (_ROLE, names.ATTR_METRIC_STAGE, _OUTCOME),
             SECONDS,
         ),
         Instrument(
             names.METRIC_BLOCKS,
             "{block}",
             "blocks of the KV pool by state; the sum is the pool",
-            (names.ATTR_METRIC_ROLE, names.ATTR_METRIC_STATE),
+            (_ROLE, names.ATTR_METRIC_STATE),
         ),
         Instrument(
             names.METRIC_TRANSFER_BYTES,
             "By",
             "payload of KV that D has verified",
-            (names.ATTR_METRIC_ROLE,),
+            (_ROLE,),
         ),
         Instrument(
             names.METRIC_TRANSFER_DURATION,
             "s",
             "from the first KV chunk of a request to its last",
-            (names.ATTR_METRIC_ROLE, _OUTCOME),
+            (_ROLE, _OUTCOME),
             SECONDS,
         ),
         Instrument(
-            names.METRIC_REFUSALS, "{call}", "calls that ended with a fault, by reason", (_REASON,)
+            names.METRIC_REFUSALS,
+            "{call}",
+            "calls that ended with a fault, by reason",
+            (_ROLE, _REASON),
         ),
         Instrument(
             names.METRIC_LEASE_EXPIRED,
@@ -88,6 +93,7 @@ CATALOG: Mapping[str, Instrument] = {
             names.METRIC_LATE_EVENTS,
             "{event}",
             "events that came too late or again and changed nothing",
+            (_ROLE,),
         ),
         Instrument(
             names.METRIC_DECISION,
@@ -112,7 +118,7 @@ CATALOG: Mapping[str, Instrument] = {
             names.METRIC_QUEUE_TOKENS,
             "{token}",
             "prompt tokens of requests that wait: on P for a grant, on D for blocks",
-            (names.ATTR_METRIC_ROLE,),
+            (_ROLE,),
         ),
         Instrument(names.METRIC_PREPARE_IN_FLIGHT, "{request}", "Allocates in flight", (_DECODE,)),
         Instrument(
@@ -122,7 +128,10 @@ CATALOG: Mapping[str, Instrument] = {
             (_DECODE,),
         ),
         Instrument(
-            names.METRIC_PREPARE_BREAKER_OPEN, "1", "1 while the breaker is open", (_DECODE,)
+            names.METRIC_PREPARE_BREAKER_OPEN,
+            "{breaker}",
+            "1 while the breaker is open",
+            (_DECODE,),
         ),
         Instrument(names.METRIC_PREPARE_READY, "{request}", "grants not yet computed"),
         Instrument(
@@ -159,21 +168,21 @@ CATALOG: Mapping[str, Instrument] = {
             names.METRIC_TTFT,
             "s",
             "from a request to its first token, by the router's clock",
-            (names.ATTR_GEN_AI_OPERATION, names.ATTR_GEN_AI_MODEL),
+            _GEN_AI,
             SECONDS,
         ),
         Instrument(
             names.METRIC_TPOT,
             "s",
             "time for each token after the first",
-            (names.ATTR_GEN_AI_OPERATION, names.ATTR_GEN_AI_MODEL),
+            _GEN_AI,
             SECONDS,
         ),
         Instrument(
             names.METRIC_REQUEST_DURATION,
             "s",
             "from a request to its end",
-            (names.ATTR_GEN_AI_OPERATION, names.ATTR_GEN_AI_MODEL, names.ATTR_ERROR_TYPE),
+            (*_GEN_AI, names.ATTR_ERROR_TYPE),
             SECONDS,
         ),
         Instrument(

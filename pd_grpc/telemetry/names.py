@@ -102,8 +102,8 @@ METRIC_WASTED_TOKENS: Final = "pd.prefill.wasted_tokens"
 METRIC_DECISION: Final = "pd.decision"
 METRIC_SECOND_TOKEN_GAP: Final = "pd.second_token_gap"
 # By OpenTelemetry's conventions for generative AI as of 1.44, which have left for a repository of
-# their own and still move. All they require is there; server.address and server.port, which they recommend, are one for all series of a router,
-# and its resource names it.
+# their own and still move. All they require is there; server.address and server.port, which they
+# recommend, are one for all series of a router, and its resource names it.
 METRIC_TTFT: Final = "gen_ai.server.time_to_first_token"
 METRIC_TPOT: Final = "gen_ai.server.time_per_output_token"
 METRIC_REQUEST_DURATION: Final = "gen_ai.server.request.duration"

@@ -56,7 +56,7 @@ class Pairs:
         return await asyncio.wait_for(rest_of(self.ask(**fields)), 10)
 
     def counted(self, metric: str) -> dict[str, float]:
-        """A counter's values by reason."""
+        """A counter's values by reason, of the reasons that have come up."""
         data = self.metrics.get_metrics_data()
         found = [] if data is None else data.resource_metrics
         metrics = [m for r in found for scope in r.scope_metrics for m in scope.metrics]
@@ -64,7 +64,9 @@ class Pairs:
         values = {}
         for point in points:
             assert isinstance(point, NumberDataPoint) and point.attributes is not None
-            values[str(point.attributes.get("reason", ""))] = float(point.value)
+            reason = str(point.attributes.get("reason", ""))
+            if point.value or not reason:
+                values[reason] = float(point.value)
         return values
 
 

@@ -16,10 +16,13 @@ from opentelemetry.sdk.metrics.export import (
     NumberDataPoint,
 )
 
+from pd_grpc.protocol.faults import Reason
 from pd_grpc.protocol.sampling import Sampling
 from pd_grpc.telemetry import names
 from pd_grpc.telemetry.instruments import CATALOG
+from pd_grpc.v1 import inference_pb2, sampling_pb2
 from tests.cluster import Cluster, cluster
+from tests.system.asking import ask as ask_one
 from tests.system.asking import request
 from tests.waiting import until
 
@@ -109,7 +112,11 @@ async def test_a_day_without_a_fault_shows_every_metric_of_the_catalog(
         assert read.count(names.METRIC_STAGE_DURATION, stage=stage) >= 3, stage
     assert read.count(names.METRIC_TTFT) == read.count(names.METRIC_TPOT) == 3
     assert read.count(names.METRIC_SECOND_TOKEN_GAP) == 3
+    assert read.count(names.METRIC_TTFT, **{names.ATTR_GEN_AI_OPERATION: "text_completion"}) == 3
     assert read.value(names.METRIC_DECISION, decision="disaggregated") == 3
+    for reason in Reason:
+        counted = read.points(names.METRIC_REFUSALS, reason=reason.value)
+        assert [point.value for point in counted] == [0, 0, 0], "nothing to count from"
     sent = read.value(names.METRIC_TRANSFER_BYTES, role="prefill")
     assert sent == read.value(names.METRIC_TRANSFER_BYTES, role="decode") > 0
     for role, pool in (("prefill", running.prefills[0].pool), ("decode", running.decodes[0].pool)):
@@ -136,6 +143,22 @@ async def test_refusals_count_by_reason_and_no_request_makes_a_label_of_its_own(
         read = Read(reader)
     assert read.value(names.METRIC_REFUSALS, instance="router", reason="TOO_LARGE") == 6
     assert _series(read) == before
+
+
+async def test_a_conversation_counts_as_a_chat(reader: InMemoryMetricReader) -> None:
+    said = inference_pb2.ChatMessage(role="user", content="hello")
+    message = inference_pb2.GenerateRequest(
+        messages=inference_pb2.ChatMessages(messages=[said]),
+        sampling=sampling_pb2.SamplingParams(max_tokens=2),
+    )
+    async with cluster(meters=MeterProvider([reader])) as running, running.client() as stub:
+        await ask_one(stub, message)
+        await until(lambda: Read(reader).count(names.METRIC_REQUEST_DURATION) == 1)
+        read = Read(reader)
+    (point,) = read.points(names.METRIC_REQUEST_DURATION)
+    about = dict(point.attributes)
+    assert about.pop(names.ATTR_GEN_AI_MODEL)
+    assert about == {"gen_ai.operation.name": "chat", "gen_ai.provider.name": "pd_grpc"}
 
 
 async def test_tokens_computed_for_nobody_are_counted(reader: InMemoryMetricReader) -> None:
