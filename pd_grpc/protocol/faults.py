@@ -205,7 +205,8 @@ class Fault(Exception):
     """A failure of the conversation, with everything its status carries.
 
     `code` is the table's unless the fault was mapped for a client. `metadata` goes into ErrorInfo,
-    `fields` into BadRequest, `retry_after_s` into RetryInfo, `quota` into QuotaFailure.
+    `fields` into BadRequest, `retry_after_s` into RetryInfo, `quota` into QuotaFailure. `heard` is
+    one that somebody else told, and does not travel.
     """
 
     reason: Reason
@@ -215,6 +216,7 @@ class Fault(Exception):
     retry_after_s: float | None = None
     quota: Quota | None = None
     mapped_code: Code | None = None
+    heard: bool = False
 
     @property
     def code(self) -> Code:
@@ -237,6 +239,7 @@ class Fault(Exception):
             self.retry_after_s,
             self.quota,
             self.mapped_code or STATUS_TABLE[self.reason].client,
+            self.heard,
         )
 
     def status(self) -> status_pb2.Status:
@@ -317,6 +320,7 @@ def read_status(status: status_pb2.Status) -> Fault | TransportFault:
         retry_after_s=max(0.0, seconds(retry.retry_delay)) if retry else None,
         quota=_take_quota(metadata),
         mapped_code=None if code is STATUS_TABLE[reason].code else code,
+        heard=True,
     )
 
 

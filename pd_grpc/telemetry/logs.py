@@ -11,11 +11,26 @@ import json
 import logging
 import sys
 from datetime import datetime, timezone
-from typing import Literal, TextIO
+from typing import TYPE_CHECKING, Literal, TextIO
+
+if TYPE_CHECKING:  # generic in the stubs alone, before Python 3.11
+    StreamHandler = logging.StreamHandler[TextIO]
+else:
+    StreamHandler = logging.StreamHandler
 
 LOGGER = "pd_grpc"
 
-FIELDS = ("instance", "transfer_id", "attempt", "request_id", "trace_id", "peer", "code", "reason")
+FIELDS = (
+    "event",
+    "instance",
+    "transfer_id",
+    "attempt",
+    "request_id",
+    "trace_id",
+    "peer",
+    "code",
+    "reason",
+)
 """The extras a line may carry, in the order they are written."""
 
 # A client names its requests: its name must not end a line or move a terminal's cursor.
@@ -23,37 +38,66 @@ _CONTROL = {c: f"\\x{c:02x}" for c in (*range(0x20), *range(0x7F, 0xA0))}
 _CONTROL |= {c: f"\\u{c:04x}" for c in (0x2028, 0x2029)}
 
 
+class LineHandler(StreamHandler):
+    """Writes lines to a stream. `instance` is of those whose record says none."""
+
+    def __init__(self, stream: TextIO, formatter: logging.Formatter, instance: str) -> None:
+        super().__init__(stream)
+        self.instance = instance
+        self.setFormatter(formatter)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if self.instance and not getattr(record, "instance", ""):
+            record.instance = self.instance
+        super().emit(record)
+
+
 def configure_logging(
-    format: Literal["human", "json"] = "human", level: str = "info", stream: TextIO | None = None
-) -> None:
+    format: Literal["human", "json"] = "human",
+    level: str = "info",
+    stream: TextIO | None = None,
+    *,
+    instance: str = "",
+    everyone: bool = False,
+) -> LineHandler:
     """Write the `pd_grpc` loggers to `stream` (None is standard error), in place of whatever an
-    earlier call set up. Loggers of others are left alone."""
-    handler = logging.StreamHandler(sys.stderr if stream is None else stream)
-    handler.setFormatter(JsonFormatter() if format == "json" else HumanFormatter())
-    logger = logging.getLogger(LOGGER)
-    for old in list(logger.handlers):
-        logger.removeHandler(old)
-    logger.addHandler(handler)
-    logger.setLevel(level.upper())
-    logger.propagate = False
+    earlier call set up; `instance` is whose process it is. Loggers of others are left alone, unless
+    `everyone` says that their warnings are to be lines like ours."""
+    formatter = JsonFormatter() if format == "json" else HumanFormatter()
+    handler = LineHandler(sys.stderr if stream is None else stream, formatter, instance)
+    ours, others = logging.getLogger(LOGGER), logging.getLogger()
+    for logger in (ours, others):
+        for old in list(logger.handlers):
+            if logger is ours or isinstance(old, LineHandler):
+                logger.removeHandler(old)
+    ours.addHandler(handler)
+    ours.setLevel(level.upper())
+    ours.propagate = False
+    if everyone:
+        others.addHandler(handler)
+    return handler
 
 
 class HumanFormatter(logging.Formatter):
-    """`12:00:00.123 INFO  prefill.service  message  transfer_id=t-1 trace_id=...`"""
+    """`12:00:00.123 INFO  prefill.service  message  transfer_id=t-1 trace_id=...`
+
+    A traceback follows on lines of its own, each set in."""
 
     def format(self, record: logging.LogRecord) -> str:
         at = datetime.fromtimestamp(record.created).strftime("%H:%M:%S.%f")[:-3]
         name = record.name.removeprefix(f"{LOGGER}.")
-        line = f"{at} {record.levelname:<7} {name}  {record.getMessage()}"
+        line = f"{at} {record.levelname:<7} {name}  {_message(record)}"
         fields = " ".join(f"{key}={value}" for key, value in _fields(record).items())
-        line = (f"{line}  {fields}" if fields else line).translate(_CONTROL)
+        line = _one_line(f"{line}  {fields}" if fields else line)
         if record.exc_info:
-            line += "\n" + self.formatException(record.exc_info)
+            traceback = self.formatException(record.exc_info).split("\n")
+            line += "".join(f"\n    {_one_line(each)}" for each in traceback)
         return line
 
 
 class JsonFormatter(logging.Formatter):
-    """One object a line: time (UTC), level, logger, message, the extras, exception."""
+    """One object a line: time (UTC), level, logger, message, the extras, exception. What is no
+    Unicode text, which no JSON may hold, is escaped."""
 
     def format(self, record: logging.LogRecord) -> str:
         at = datetime.fromtimestamp(record.created, timezone.utc)
@@ -61,12 +105,33 @@ class JsonFormatter(logging.Formatter):
             "time": at.isoformat(timespec="milliseconds").replace("+00:00", "Z"),
             "level": record.levelname.lower(),
             "logger": record.name,
-            "message": record.getMessage(),
+            "message": _message(record),
             **_fields(record),
         }
         if record.exc_info:
             line["exception"] = self.formatException(record.exc_info)
-        return json.dumps(line, default=str)
+        return json.dumps({key: _plain(value) for key, value in line.items()})
+
+
+def _message(record: logging.LogRecord) -> str:
+    """Also of a record of others whose arguments do not fit: a line is no place to raise."""
+    try:
+        return record.getMessage()
+    except (TypeError, ValueError, KeyError):
+        return str(record.msg)
+
+
+def _one_line(text: str) -> str:
+    return _unicode(text.translate(_CONTROL))
+
+
+def _plain(value: object) -> object:
+    return value if isinstance(value, int) else _unicode(str(value))
+
+
+def _unicode(text: str) -> str:
+    """Without lone surrogates."""
+    return text.encode("utf-8", "backslashreplace").decode("utf-8")
 
 
 def _fields(record: logging.LogRecord) -> dict[str, object]:

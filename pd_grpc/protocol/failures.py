@@ -1,0 +1,92 @@
+"""Which instance writes the line of a failed request: one of all that hear of the failure does."""
+
+from __future__ import annotations
+
+import logging
+
+from opentelemetry.context import Context
+
+from pd_grpc.protocol.faults import STATUS_TABLE, Code, Fault, Reason
+from pd_grpc.protocol.refs import TransferKey
+from pd_grpc.telemetry.instance_log import InstanceLog
+from pd_grpc.telemetry.log_events import Event
+from pd_grpc.telemetry.tracing import trace_id
+
+ROUTER_METADATA = "pd-grpc-router"
+"""With what a router calls P and D: its name, so that they leave to it what it hears as well."""
+
+NOTED_WHERE_IT_AROSE = frozenset(
+    {
+        Reason.ENGINE_ERROR,
+        Reason.ENGINE_STUCK,
+        Reason.SENDER_STUCK,
+        Reason.KV_CORRUPT,
+        Reason.LEASE_EXPIRED,
+        Reason.CLIENT_ABSENT,
+        Reason.RELEASED,
+    }
+)
+"""They arise in one place, and the others hear of them. All other reasons several instances may
+find by themselves, each in its own words: that a peer is lost, that time is over, that a request
+cannot be taken. They are noted once by whom the client called."""
+
+_OF_NO_INTEREST = frozenset({Reason.SUPERSEDED})
+"""What took over has its own end."""
+
+_CLIENTS_OWN = frozenset(
+    {
+        Code.CANCELLED,
+        Code.INVALID_ARGUMENT,
+        Code.ALREADY_EXISTS,
+        Code.DEADLINE_EXCEEDED,
+        Code.UNIMPLEMENTED,
+        Code.ABORTED,
+    }
+)
+"""Codes that a client sees for what is its own doing, its own time or an operator's will."""
+
+
+def noted_here(fault: Fault, direct: bool) -> bool:
+    """Whether the line is this instance's to write; `direct` says that the client called it without
+    a router of ours in between."""
+    if fault.reason in _OF_NO_INTEREST:
+        return False
+    if fault.reason in NOTED_WHERE_IT_AROSE:
+        return not fault.heard
+    return direct
+
+
+class FailureLog:
+    """The failed requests of one instance."""
+
+    def __init__(self, log: InstanceLog) -> None:
+        self._log = log
+
+    def note(
+        self,
+        fault: Fault,
+        *,
+        direct: bool,
+        context: Context | None,
+        key: TransferKey | None = None,
+        **fields: object,
+    ) -> None:
+        """A request ends here by `fault`: at debug where the line is another's to write. `context`
+        is its trace's."""
+        if noted_here(fault, direct):
+            client = STATUS_TABLE[fault.reason].client
+            level = logging.INFO if client in _CLIENTS_OWN else logging.WARNING
+        else:
+            level = logging.DEBUG
+        if key is not None:
+            fields["transfer_id"], fields["attempt"] = key
+        self._log.note(
+            Event.REQUEST_FAILED,
+            "%s",
+            fault.message,
+            level=level,
+            trace_id=trace_id(context),
+            code=fault.code.name,
+            reason=fault.reason.value,
+            **fields,
+        )
