@@ -127,8 +127,8 @@ class Calls:
         return Call(self, span, about, self._served, _SERVERS_FAULT), context
 
     def _about(self, method: str, endpoint: str) -> Mapping[str, AttributeValue]:
-        """Made once for a method and a peer. A peer may be named by whoever sends a request, so that
-        beyond so many they are told apart no more."""
+        """Made once for a method and a peer. Whoever sends a request may name peers: beyond so many
+        they are told apart no more."""
         found = self._abouts.get((method, endpoint))
         if found is None and endpoint and len(self._abouts) >= MOST_PEERS:
             return self._about(method, "")

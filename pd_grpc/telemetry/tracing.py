@@ -11,6 +11,7 @@ import random
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
+from opentelemetry import context as current
 from opentelemetry import trace
 from opentelemetry.context import Context
 from opentelemetry.sdk.trace import TracerProvider
@@ -185,6 +186,11 @@ def extract(metadata: Iterable[tuple[str, str | bytes]] | None) -> Context:
         if isinstance(value, str) and key.lower() in _W3C.fields:
             carrier.setdefault(key.lower(), []).append(value)
     return _W3C.extract(carrier, Context())
+
+
+def current_context() -> Context:
+    """In a handler: that of the call it serves, or its caller's where calls are not recorded."""
+    return current.get_current()
 
 
 def trace_id(context: Context | None) -> str:

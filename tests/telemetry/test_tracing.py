@@ -10,7 +10,7 @@ import grpc
 import grpc.aio
 import pytest
 from opentelemetry import trace
-from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
+from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from opentelemetry.sdk.trace.sampling import ALWAYS_OFF
@@ -22,21 +22,9 @@ from pd_grpc.protocol.config import ServerConfig, Sizes, Timeouts
 from pd_grpc.telemetry import names
 from pd_grpc.telemetry.tracing import Tracing, extract, inject, trace_id
 from pd_grpc.v1 import admin_pb2, admin_pb2_grpc
+from tests.telemetry.recorder import Recorder, id_of, parent_of
 
 TRACEPARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
-
-
-class Recorder:
-    """A provider that keeps its spans in memory."""
-
-    def __init__(self) -> None:
-        self._exporter = InMemorySpanExporter()
-        self.provider = TracerProvider()
-        self.provider.add_span_processor(SimpleSpanProcessor(self._exporter))
-
-    def span(self, name: str) -> ReadableSpan:
-        (found,) = [span for span in self._exporter.get_finished_spans() if span.name == name]
-        return found
 
 
 @pytest.fixture
@@ -47,16 +35,6 @@ def recorder() -> Recorder:
 @pytest.fixture
 def clock() -> ManualClock:
     return ManualClock()
-
-
-def parent_of(span: ReadableSpan) -> int | None:
-    return None if span.parent is None else span.parent.span_id
-
-
-def id_of(span: ReadableSpan) -> int:
-    context = span.get_span_context()
-    assert context is not None
-    return context.span_id
 
 
 def test_a_span_lasts_as_long_as_the_clock_says(recorder: Recorder, clock: ManualClock) -> None:
