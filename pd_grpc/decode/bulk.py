@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from itertools import count
 from typing import Any
@@ -25,7 +25,7 @@ from pd_grpc.protocol import rpc
 from pd_grpc.protocol.clock import Clock
 from pd_grpc.protocol.config import DecodeConfig
 from pd_grpc.protocol.faults import Fault, Reason, bad_request
-from pd_grpc.protocol.interception import ServerInterceptor
+from pd_grpc.protocol.interception import Wire
 from pd_grpc.protocol.posting import post
 from pd_grpc.protocol.sampling import FieldError
 from pd_grpc.protocol.serving import HandlerRegistry
@@ -45,7 +45,7 @@ class BulkServer:
         config: DecodeConfig,
         receiver: Receiver,
         clock: Clock,
-        interceptors: Sequence[ServerInterceptor] = (),
+        wire: Wire | None = None,
     ) -> None:
         self.listeners: list[Callable[[ev.Event], None]] = []
         self._config = config
@@ -58,7 +58,7 @@ class BulkServer:
         self._wake: asyncio.TimerHandle | None = None
         self._server: grpc.aio.Server | None = None
         self._handlers = HandlerRegistry()
-        self._interceptors = [self._handlers, *interceptors]
+        self._interceptors = (wire or Wire()).around(self._handlers)
         self.port = 0
 
     @property

@@ -26,7 +26,7 @@ from pd_grpc.protocol import interception
 from pd_grpc.protocol.admin import AdminService, ChangeFeed
 from pd_grpc.protocol.clock import Clock, SystemClock
 from pd_grpc.protocol.config import DecodeConfig
-from pd_grpc.protocol.interception import Interceptors
+from pd_grpc.protocol.interception import Interceptors, Wire
 from pd_grpc.protocol.refs import mint_epoch, mint_id
 from pd_grpc.protocol.rpc import PortInUse
 from pd_grpc.protocol.serving import ControlServer
@@ -123,10 +123,11 @@ async def start_decode(
     clock = clock or SystemClock()
     epoch = mint_epoch(clock)
     receiver = Receiver(config, engine.layout, engine.memory, epoch)
-    bulk = BulkServer(config, receiver, clock, interceptors.server)
+    wire = Wire(interceptors)
+    bulk = BulkServer(config, receiver, clock, wire)
     await asyncio.to_thread(bulk.start)
     # The control port last: grpc does not let go of one before its server has been started.
-    control = ControlServer(config, "decode", SERVICES, interceptors.server)
+    control = ControlServer(config, "decode", SERVICES, wire)
     try:
         control.bind()
     except PortInUse:
@@ -135,12 +136,14 @@ async def start_decode(
     instance = types_pb2.Instance(name=control.name, epoch=epoch, role=types_pb2.ROLE_DECODE)
     machine = _machine(config, engine, instance, bulk)
     tracing = Tracing(clock, instance.name, "decode", tracer_provider, config.traces_kept)
+    instruments = Instruments(instance.name, meter_provider)
+    wire.connect(tracing, instruments)
     changes = ChangeFeed()
     runtime = DecodeRuntime(machine, engine, clock, DecodeSpans(tracing), control.set_ready)
     runtime.connect(bulk)
     bulk.listeners.append(runtime.feed_from_thread)
     view = DecodeView(config, engine.name, runtime, control, clock, changes, tracing.recent)
-    metrics = DecodeMetrics(Instruments(instance.name, meter_provider), machine, clock)
+    metrics = DecodeMetrics(instruments, machine, clock)
     runtime.listeners += [view.changed, metrics.changed]
     runtime.event_listeners.append(metrics.heard)
     runtime.fault_listeners.append(metrics.refused)

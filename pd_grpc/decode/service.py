@@ -17,7 +17,7 @@ from pd_grpc.protocol.config import SILENT_HEARTBEATS, Timeouts
 from pd_grpc.protocol.faults import Fault, Reason, bad_request
 from pd_grpc.protocol.messages import duration, seconds
 from pd_grpc.protocol.sampling import FieldError
-from pd_grpc.telemetry.tracing import extract
+from pd_grpc.telemetry.tracing import current_context
 from pd_grpc.v1 import decode_pb2, decode_pb2_grpc, inference_pb2, inference_pb2_grpc
 
 log = logging.getLogger("pd_grpc.decode")
@@ -85,9 +85,7 @@ class DecodeService(decode_pb2_grpc.DecodeServiceServicer):
     ) -> decode_pb2.AllocateResponse:
         self._shrink_wait(request, context)
         try:
-            return await self._runtime.call_allocate(
-                request, extract(context.invocation_metadata())
-            )
+            return await self._runtime.call_allocate(request, current_context())
         except Fault as fault:
             await rpc.abort(context, fault)
 
@@ -135,7 +133,7 @@ class DecodeInference(inference_pb2_grpc.InferenceServiceServicer):
 
     async def Generate(self, request: inference_pb2.GenerateRequest, context: Context) -> None:
         budget_s = rpc.budget_of(context, self._timeouts)
-        parent = extract(context.invocation_metadata())
+        parent = current_context()
         call, outbox = self._runtime.open_generate(request, budget_s, parent)
         if self.whole_answers:
             outbox.keep_whole()

@@ -14,9 +14,9 @@ import grpc.aio
 
 from pd_grpc.prefill import actions as act
 from pd_grpc.prefill import events as ev
-from pd_grpc.protocol import interception, rpc
+from pd_grpc.protocol import rpc
 from pd_grpc.protocol.config import PrefillConfig
-from pd_grpc.protocol.interception import Guard, Interceptors
+from pd_grpc.protocol.interception import Guard, Wire
 from pd_grpc.protocol.posting import post
 from pd_grpc.protocol.refs import TransferKey
 from pd_grpc.v1 import decode_pb2, decode_pb2_grpc
@@ -106,14 +106,14 @@ class DecodePeer:
         endpoint: str,
         config: PrefillConfig,
         feed: Feed,
-        interceptors: Interceptors = interception.NONE,
+        wire: Wire | None = None,
     ) -> None:
         self._endpoint = endpoint
         self._config = config
         self._feed = feed
-        self._interceptors = interceptors
+        self._wire = wire or Wire()
         self._loop = asyncio.get_running_loop()
-        self._channel = rpc.aio_channel(endpoint, config, config, interceptors=interceptors.client)
+        self._channel = self._wire.aio_channel(endpoint, config, config)
         self._stub = decode_pb2_grpc.DecodeServiceStub(self._channel)
         self._sessions: dict[int, SessionStream] = {}
         self._connection: _Connection | None = None
@@ -191,9 +191,7 @@ class DecodePeer:
     def _connect(self, link: int) -> _Connection:
         if self._connection is None or self._connection.link != link:
             old = self._connection
-            channel = self._interceptors.futures(
-                rpc.sync_channel(self._endpoint, self._config, self._config)
-            )
+            channel = self._wire.sync_channel(self._endpoint, self._config, self._config)
             stub = decode_pb2_grpc.DecodeServiceStub(channel)
             self._connection = _Connection(link, channel, stub)
             if old is not None and not old.in_flight:

@@ -23,11 +23,11 @@ from pd_grpc.prefill.runtime import PrefillRuntime
 from pd_grpc.prefill.service import PrefillInference, PrefillService
 from pd_grpc.prefill.spans import PrefillSpans
 from pd_grpc.prefill.validation import ModelLimits
-from pd_grpc.protocol import interception, rpc
+from pd_grpc.protocol import interception
 from pd_grpc.protocol.admin import AdminService, ChangeFeed
 from pd_grpc.protocol.clock import Clock, SystemClock
 from pd_grpc.protocol.config import PrefillConfig
-from pd_grpc.protocol.interception import Interceptors
+from pd_grpc.protocol.interception import Interceptors, Wire
 from pd_grpc.protocol.refs import mint_epoch
 from pd_grpc.protocol.serving import ControlServer
 from pd_grpc.telemetry.instruments import Instruments
@@ -130,8 +130,9 @@ async def start_prefill(
     does so by gRPC with `interceptors`. Metrics go to the process's own provider unless there is
     another. PortInUse when its port is taken."""
     clock = clock or SystemClock()
-    peers = peers or partial(DecodePeer, interceptors=interceptors)
-    control = ControlServer(config, "prefill", SERVICES, interceptors.server)
+    wire = Wire(interceptors)
+    peers = peers or partial(DecodePeer, wire=wire)
+    control = ControlServer(config, "prefill", SERVICES, wire)
     control.bind()
     instance = types_pb2.Instance(
         name=control.name, epoch=mint_epoch(clock), role=types_pb2.ROLE_PREFILL
@@ -139,18 +140,22 @@ async def start_prefill(
     pool = BlockPool(engine.memory.num_blocks)
     machine = PrefillMachine(config, instance, model_limits(engine), pool, engine.tokenizer())
     tracing = Tracing(clock, instance.name, "prefill", tracer_provider, config.traces_kept)
+    instruments = Instruments(instance.name, meter_provider)
+    wire.connect(tracing, instruments)
     runtime = PrefillRuntime(
         machine, engine, config, clock, PrefillSpans(tracing), control.set_ready, peers
     )
     transport = InlineTransport(
-        engine.memory, lambda endpoint: _bulk_channel(endpoint, config, interceptors)
+        engine.memory,
+        lambda endpoint: wire.aio_channel(
+            endpoint, config, config, compression=grpc.Compression.NoCompression
+        ),
     )
     bulk = BulkSender(engine.layout, transport, config.chunk_bytes, clock, runtime.feed_from_thread)
     bulk.start()
     runtime.connect(bulk)
     changes = ChangeFeed()
     view = PrefillView(config, engine.name, runtime, control, clock, changes, tracing.recent)
-    instruments = Instruments(instance.name, meter_provider)
     preparing = PrepareMetrics(instruments, machine.placement.pool, clock)
     metrics = PrefillMetrics(instruments, machine, clock)
     runtime.listeners += [view.changed, preparing.changed, metrics.changed]
@@ -181,16 +186,4 @@ def model_limits(engine: Engine) -> ModelLimits:
         num_blocks=engine.memory.num_blocks,
         features=frozenset(engine.features),
         eos_token_ids=frozenset(engine.eos_token_ids),
-    )
-
-
-def _bulk_channel(
-    endpoint: str, config: PrefillConfig, interceptors: Interceptors
-) -> grpc.aio.Channel:
-    return rpc.aio_channel(
-        endpoint,
-        config,
-        config,
-        compression=grpc.Compression.NoCompression,
-        interceptors=interceptors.client,
     )

@@ -12,7 +12,13 @@ import grpc
 import grpc.aio
 
 from pd_grpc.protocol import rpc
+from pd_grpc.protocol.config import Sizes, Timeouts
 from pd_grpc.protocol.faults import Code, Fault, TransportFault
+from pd_grpc.telemetry.instruments import Instruments
+from pd_grpc.telemetry.rpc_calls import Calls
+from pd_grpc.telemetry.rpc_client import watch_aio_channel, watch_channel
+from pd_grpc.telemetry.rpc_server import ServedCalls
+from pd_grpc.telemetry.tracing import Tracing
 
 if TYPE_CHECKING:  # generic in the stubs alone
     ServerInterceptor = grpc.aio.ServerInterceptor[Any, Any]
@@ -45,6 +51,38 @@ class Interceptors:
 
 NONE = Interceptors()
 """Nothing in between."""
+
+
+class Wire:
+    """What lies between an instance and its peers: its own record of every call, outermost, and the
+    interceptors of its embedder."""
+
+    def __init__(self, interceptors: Interceptors = NONE) -> None:
+        self._interceptors = interceptors
+        self._served = ServedCalls()
+        self._calls: Calls | None = None
+
+    def connect(self, tracing: Tracing, instruments: Instruments) -> None:
+        """Record from now on. Before, no call is answered and none is made."""
+        self._calls = Calls(tracing, instruments, rpc.reason_in)
+        self._served.connect(self._calls)
+
+    def around(self, registry: ServerInterceptor) -> list[ServerInterceptor]:
+        """The interceptors of a server, the outermost first."""
+        return [self._served, registry, *self._interceptors.server]
+
+    def aio_channel(
+        self, endpoint: str, timeouts: Timeouts, sizes: Sizes, **kwargs: Any
+    ) -> grpc.aio.Channel:
+        """As `rpc.aio_channel`."""
+        client = self._interceptors.client
+        channel = rpc.aio_channel(endpoint, timeouts, sizes, interceptors=client, **kwargs)
+        return channel if self._calls is None else watch_aio_channel(channel, self._calls, endpoint)
+
+    def sync_channel(self, endpoint: str, timeouts: Timeouts, sizes: Sizes) -> grpc.Channel:
+        """As `rpc.sync_channel`."""
+        channel = self._interceptors.futures(rpc.sync_channel(endpoint, timeouts, sizes))
+        return channel if self._calls is None else watch_channel(channel, self._calls, endpoint)
 
 
 class Guard:

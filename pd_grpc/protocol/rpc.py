@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Iterable
 from typing import Any, NoReturn
 
 import grpc
@@ -173,15 +173,29 @@ def grpc_code(code: Code) -> grpc.StatusCode:
     return grpc.StatusCode[code.name]
 
 
+def reason_in(trailing: Iterable[tuple[str, str | bytes]] | None) -> str:
+    """The reason of the fault that a call's trailing metadata tells of; "" when it tells of none
+    of ours."""
+    fault = _fault_in(trailing)
+    return fault.reason.value if isinstance(fault, Fault) else ""
+
+
 def read_error(error: grpc.RpcError) -> Fault | TransportFault:
     """What a failed call of either API says."""
     metadata: Any = error.trailing_metadata()  # pairs in both APIs, whatever the stubs say
-    for key, value in metadata or ():
-        if key == STATUS_METADATA:
+    fault = _fault_in(metadata)
+    return fault or TransportFault(Code[error.code().name], error.details() or "")
+
+
+def _fault_in(
+    trailing: Iterable[tuple[str, str | bytes]] | None,
+) -> Fault | TransportFault | None:
+    for key, value in trailing or ():
+        if key == STATUS_METADATA and isinstance(value, bytes):
             # What cannot be parsed is not of our making.
             with contextlib.suppress(DecodeError):
                 return read_status(status_pb2.Status.FromString(value))
-    return TransportFault(Code[error.code().name], error.details() or "")
+    return None
 
 
 __all__ = [
@@ -195,6 +209,7 @@ __all__ = [
     "channel_options",
     "grpc_code",
     "read_error",
+    "reason_in",
     "server_options",
     "sync_channel",
     "time_left",

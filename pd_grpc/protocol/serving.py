@@ -7,7 +7,7 @@ import asyncio
 import contextlib
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from inspect import isasyncgenfunction, iscoroutinefunction
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import grpc
 import grpc.aio
@@ -18,6 +18,7 @@ from grpc_reflection.v1alpha import reflection
 from pd_grpc.protocol import rpc
 from pd_grpc.protocol.config import ServerConfig
 from pd_grpc.protocol.faults import Fault, Reason
+from pd_grpc.protocol.interception import ServerInterceptor, Wire
 
 _CHANNELZ = channelz_pb2.DESCRIPTOR.services_by_name["Channelz"].full_name
 
@@ -38,13 +39,8 @@ has stopped reading would otherwise hold it for the whole grace."""
 _Context = grpc.aio.ServicerContext[Any, Any]
 _Behaviour = Callable[[Any, _Context], Any]
 
-if TYPE_CHECKING:  # generic in the stubs alone
-    _Interceptor = grpc.aio.ServerInterceptor[Any, Any]
-else:
-    _Interceptor = grpc.aio.ServerInterceptor
 
-
-class HandlerRegistry(_Interceptor):
+class HandlerRegistry(ServerInterceptor):
     """Knows every handler that runs, so that a stop can wait for the last `finally`.
 
     grpc's own stop may return before an aborted handler has cleaned up. Handlers that are
@@ -151,7 +147,7 @@ class ControlServer:
         config: ServerConfig,
         role: str,
         service_names: Sequence[str],
-        interceptors: Sequence[_Interceptor] = (),
+        wire: Wire | None = None,
     ) -> None:
         self._config = config
         self._role = role
@@ -165,7 +161,7 @@ class ControlServer:
         self._health = health.aio.HealthServicer()  # type: ignore[attr-defined]
         self.handlers = HandlerRegistry()
         self.server = grpc.aio.server(
-            interceptors=[self.handlers, *interceptors], options=rpc.server_options(config)
+            interceptors=(wire or Wire()).around(self.handlers), options=rpc.server_options(config)
         )
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self.server)
         channelz.add_channelz_servicer(self.server)  # type: ignore[arg-type]

@@ -18,10 +18,9 @@ import grpc
 import grpc.aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from pd_grpc.protocol import interception, rpc
 from pd_grpc.protocol.config import RouterConfig
 from pd_grpc.protocol.faults import Reason
-from pd_grpc.protocol.interception import Interceptors
+from pd_grpc.protocol.interception import Wire
 from pd_grpc.router.intake import Limits
 from pd_grpc.router.policies import Target, no_instance
 from pd_grpc.v1 import (
@@ -90,11 +89,11 @@ class Discovery:
         self,
         config: RouterConfig,
         on_change: Callable[[], None],
-        interceptors: Interceptors = interception.NONE,
+        wire: Wire | None = None,
     ) -> None:
         self._config = config
         self._on_change = on_change
-        self._interceptors = interceptors.client
+        self._wire = wire or Wire()
         self._changed = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
         self._instances = [
@@ -205,9 +204,7 @@ class Discovery:
         return () if self._config.aggregated else self._config.prefill
 
     def _view(self, endpoint: str, role: types_pb2.Role) -> InstanceView:
-        channel = rpc.aio_channel(
-            endpoint, self._config, self._config, interceptors=self._interceptors
-        )
+        channel = self._wire.aio_channel(endpoint, self._config, self._config)
         return InstanceView(endpoint, role, channel)
 
     async def _keep_watching(self, view: InstanceView) -> None:

@@ -14,7 +14,7 @@ from pd_grpc.protocol import interception, rpc
 from pd_grpc.protocol.admin import AdminService, ChangeFeed
 from pd_grpc.protocol.clock import Clock, SystemClock
 from pd_grpc.protocol.config import RouterConfig
-from pd_grpc.protocol.interception import Interceptors
+from pd_grpc.protocol.interception import Interceptors, Wire
 from pd_grpc.protocol.refs import mint_epoch
 from pd_grpc.protocol.serving import ControlServer
 from pd_grpc.router.admin import RouterAdmin
@@ -50,17 +50,20 @@ class RouterServer:
     ) -> None:
         self._config = config
         self._clock = clock
-        self._control = ControlServer(config, "router", SERVICES, interceptors.server)
+        wire = Wire(interceptors)
+        self._control = ControlServer(config, "router", SERVICES, wire)
         self._control.bind()
         self.instance = types_pb2.Instance(
             name=self._control.name, epoch=mint_epoch(clock), role=types_pb2.ROLE_ROUTER
         )
         self._changes = ChangeFeed()
         self.in_flight = InFlight(config, clock, self._changes)
-        self.discovery = Discovery(config, self._update_readiness, interceptors)
         self._tracing = Tracing(
             clock, self.instance.name, "router", tracer_provider, config.traces_kept
         )
+        instruments = Instruments(self.instance.name, meter_provider)
+        wire.connect(self._tracing, instruments)
+        self.discovery = Discovery(config, self._update_readiness, wire)
         self.routing = Routing(
             config,
             clock,
@@ -71,7 +74,6 @@ class RouterServer:
             self.in_flight,
             recovery_of(config),
         )
-        instruments = Instruments(self.instance.name, meter_provider)
         RecoveryMetrics(instruments, self.routing.recovery)
         metrics = RouterMetrics(instruments, self.in_flight)
         self.service = RouterService(self.routing, self._tracing, metrics)

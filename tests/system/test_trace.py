@@ -8,12 +8,20 @@ from collections.abc import Sequence
 from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+from opentelemetry.trace import SpanKind
 
 from pd_grpc.protocol.sampling import Sampling
 from tests.cluster import cluster
 from tests.system.asking import request
 from tests.waiting import until
 
+CALLS = {
+    "pd_grpc.v1.InferenceService/Generate",
+    "pd_grpc.v1.PrefillService/Prefill",
+    "pd_grpc.v1.DecodeService/Allocate",
+    "pd_grpc.v1.TransferService/Transfer",
+    "pd_grpc.v1.DecodeService/SendFirstToken",
+}
 SPANS = {
     "pd.request",
     "pd.route",
@@ -33,6 +41,20 @@ STAGES = ("pd.route", "pd.queue", "pd.prepare", "pd.compute", "pd.first_token")
 
 def _length_s(spans: Sequence[ReadableSpan]) -> float:
     return sum((s.end_time or 0) - (s.start_time or 0) for s in spans) / 1e9
+
+
+def _check_calls(calls: Sequence[ReadableSpan]) -> None:
+    """Each call between two instances is seen at both ends, the served one a child of the one made;
+    the client's own is seen at the router alone."""
+    traced = [s for s in calls if f"{s.context.trace_id:032x}" == "ab" * 16]
+    assert {s.name for s in traced} == CALLS
+    made = {s.context.span_id: s for s in traced if s.kind is SpanKind.CLIENT}
+    served = [s for s in traced if s.kind is SpanKind.SERVER]
+    assert len(served) == len(made) + 1
+    parents = [made.get(s.parent.span_id) for s in served if s.parent is not None]
+    assert sum(parent is None for parent in parents) == 1
+    for span, parent in zip(served, parents, strict=True):
+        assert parent is None or parent.name == span.name
 
 
 async def test_a_request_is_one_trace_whose_stages_sum_to_the_time_to_first_token() -> None:
@@ -60,11 +82,14 @@ async def test_a_request_is_one_trace_whose_stages_sum_to_the_time_to_first_toke
     of_request = [s for s in spans if s.name in SPANS]
     assert {s.name for s in of_request} == SPANS
     assert {f"{s.context.trace_id:032x}" for s in of_request} == {"ab" * 16}
-    by_id = {s.context.span_id: s for s in of_request}
+    _check_calls([s for s in spans if s.name in CALLS])
+    of_trace = [s for s in spans if f"{s.context.trace_id:032x}" == "ab" * 16]
+    by_id = {s.context.span_id: s for s in of_trace}
+    roots = [s for s in of_trace if s.parent is None or s.parent.span_id not in by_id]
+    (root,) = roots
+    assert (root.name, root.kind) == ("pd_grpc.v1.InferenceService/Generate", SpanKind.SERVER)
     for span in of_request:
         assert span.attributes is not None
-        if span.name != "pd.request":
-            assert span.parent is not None and span.parent.span_id in by_id, span.name
         assert span.attributes["pd.outcome"] == "ok", span.name
         assert span.attributes["pd.attempt"] == 1
     assert len({(s.attributes or {})["pd.transfer_id"] for s in of_request}) == 1
