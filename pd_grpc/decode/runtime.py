@@ -125,7 +125,7 @@ class DecodeRuntime:
         ledger = self.machine.ledger
         if request.HasField("handoff"):
             key = key_of(request.handoff.ref)
-            self.spans.client(key, context)
+            self.spans.client(key, call, context, self._clock.now())
             self.feed(ev.GenerateCalled(call, request, budget_s))
             if ledger.of_key(key) is None:
                 self.spans.forget(key)
@@ -133,7 +133,7 @@ class DecodeRuntime:
         self.feed(ev.GenerateCalled(call, request, budget_s))
         transfer = ledger.of_call(call)
         if transfer is not None:
-            self.spans.client(transfer.key, context, local=True)
+            self.spans.client(transfer.key, call, context, transfer.created, local=True)
         return call, outbox
 
     def close_generate(self, call: int) -> None:
@@ -172,7 +172,7 @@ class DecodeRuntime:
             elif isinstance(action, act.Refuse):
                 self._refuse(action, now)
             elif isinstance(action, act.Emit | act.FinishGenerate):
-                self._to_client(action)
+                self._to_client(action, now)
             elif isinstance(action, act.SessionSend | act.SessionEnd):
                 self._to_session(action)
             elif isinstance(action, act.ToReceiver):
@@ -199,6 +199,7 @@ class DecodeRuntime:
         for listener in self.fault_listeners:
             listener(action.fault)
         if action.call in self._clients:
+            self.spans.turned_away(action.call)
             self._clients[action.call].fail(action.fault)
             return
         key = self._keys.get(action.call)
@@ -210,11 +211,12 @@ class DecodeRuntime:
         if answer is not None and not answer.done():
             answer.set_exception(action.fault)
 
-    def _to_client(self, action: act.Emit | act.FinishGenerate) -> None:
+    def _to_client(self, action: act.Emit | act.FinishGenerate, now: float) -> None:
         outbox = self._clients.get(action.call)
         if outbox is None:
             return
         if isinstance(action, act.Emit):
+            self.spans.emitted(action.call, len(action.tokens), now)
             outbox.tokens(action.tokens)
         else:
             outbox.finish(action.reason, action.usage, action.timings)
@@ -242,9 +244,11 @@ class DecodeRuntime:
             log.warning("%s %s: %s", change.key, change.after.name, change.fault, extra=extra)
 
     async def _run_step(self, plan: act.StepPlan, now: float) -> None:
-        transfers = self.machine.ledger.transfers
-        served = plan.prefill_grants + plan.decode_grants
-        self.spans.step_began(plan, [transfers[g].key for g in served if g in transfers], now)
+        prefilling, decoding = (
+            self._of_grants(plan.prefill_grants),
+            self._of_grants(plan.decode_grants),
+        )
+        self.spans.step_began(plan, prefilling, decoding, now)
         event: ev.Event
         fault: Fault | None = None
         try:
@@ -256,6 +260,10 @@ class DecodeRuntime:
         self.spans.step_ended(self._clock.now(), fault)
         self._step = None
         self.feed(event)
+
+    def _of_grants(self, grants: Sequence[str]) -> list[TransferKey]:
+        transfers = self.machine.ledger.transfers
+        return [transfers[grant].key for grant in grants if grant in transfers]
 
 
 def run_plan(

@@ -27,17 +27,29 @@ class _Request:
     prefill: Context | None = None
     client: Context | None = None
     local: bool = False
+    call: int | None = None
+    """The client's, until its second token."""
+    shown: int = 0
+    """Tokens shown to it so far."""
+    computing: bool = False
+    """Whether its own prefill has begun."""
     span: Span | None = None
     decode: SpanContext | None = None
+    step_wait: Span | None = None
 
 
 class DecodeSpans:
-    """`pd.reserve`, `pd.receive`, `pd.decode` of each transfer, `pd.compute` instead of the first
-    two where D prefills it itself, and `pd.step` of each batch."""
+    """`pd.reserve`, `pd.receive`, `pd.decode` of each transfer, `pd.queue` and `pd.compute` instead
+    of the first two where D prefills it itself, and `pd.step` of each batch.
+
+    They adjoin: from the first token to the second a client waits for the rest of `pd.receive`, for
+    `pd.step_wait`, and for the step that then begins.
+    """
 
     def __init__(self, tracing: Tracing) -> None:
         self._tracing = tracing
         self._requests: dict[TransferKey, _Request] = {}
+        self._calls: dict[int, _Request] = {}
         self._step: Span | None = None
 
     def __len__(self) -> int:
@@ -51,22 +63,49 @@ class DecodeSpans:
             request.prefill = context
             request.span = self._start(names.SPAN_RESERVE, key, context, at)
 
-    def client(self, key: TransferKey, context: Context, local: bool = False) -> None:
+    def client(
+        self, key: TransferKey, call: int, context: Context, at: float, local: bool = False
+    ) -> None:
         """A client's leg came; a second one for the same transfer will be refused. `local` when no
-        P has to do with it."""
+        P has to do with it: it waits for the engine."""
         request = self._requests.setdefault(key, _Request(local=local))
-        if request.client is None:
-            request.client = context
+        if request.client is not None:
+            return
+        request.client, request.call = context, call
+        self._calls[call] = request
+        if local:
+            request.span = self._start(names.SPAN_QUEUE, key, context, at)
 
     def forget(self, key: TransferKey) -> None:
-        """There is no such transfer."""
-        self._requests.pop(key, None)
+        """There is no such transfer, or none any more."""
+        request = self._requests.pop(key, None)
+        if request is not None and request.call is not None:
+            self._calls.pop(request.call, None)
+
+    def turned_away(self, call: int) -> None:
+        """A client's leg was refused: the next one may be the right one."""
+        request = self._calls.pop(call, None)
+        if request is not None:
+            request.client = request.call = None
+
+    def emitted(self, call: int, tokens: int, at: float) -> None:
+        """Tokens were shown to a client; of interest are its first two."""
+        request = self._calls.get(call)
+        if request is None:
+            return
+        first, request.shown = not request.shown, request.shown + tokens
+        if first:
+            self._moment(request, names.EVENT_FIRST_TOKEN, at)
+        if request.shown > 1:
+            self._moment(request, names.EVENT_SECOND_TOKEN, at)
+            del self._calls[call]
+            request.call = None
 
     def changed(self, change: Changed, at: float) -> None:
         """A transfer moved: end what it was doing and start what it does now."""
         request = self._requests.get(change.key)
         if change.after.terminal:
-            self._requests.pop(change.key, None)
+            self.forget(change.key)
         if request is None:
             return
         if change.after is DecodeState.PREEMPTED or change.before is DecodeState.PREEMPTED:
@@ -76,14 +115,18 @@ class DecodeSpans:
                 return
         if change.after is DecodeState.RECEIVING or change.after is DecodeState.WAITING:
             return
+        if request.local and change.after is DecodeState.RESERVED:
+            return  # It has its blocks, and still waits for the engine.
         self._end(request, at, change.fault)
         name = _NEXT_SPAN.get(change.after)
-        if name is not None and not (request.local and name == names.SPAN_RECEIVE):
+        if name is not None:
             decoding = change.after is DecodeState.DECODING
             parent = request.client if decoding else request.prefill
             request.span = self._start(name, change.key, parent, at)
             if decoding:
                 request.decode = request.span.get_span_context()
+                waits = self._tracing.context(request.span)
+                request.step_wait = self._start(names.SPAN_STEP_WAIT, change.key, waits, at)
 
     def refused(self, key: TransferKey, fault: Fault, at: float) -> None:
         """An Allocate ended without a grant."""
@@ -92,12 +135,21 @@ class DecodeSpans:
             return
         self._end(request, at, fault)
         if request.client is None:
-            del self._requests[key]
+            self.forget(key)
 
-    def step_began(self, plan: StepPlan, keys: Sequence[TransferKey], at: float) -> None:
+    def step_began(
+        self,
+        plan: StepPlan,
+        prefilling: Sequence[TransferKey],
+        decoding: Sequence[TransferKey],
+        at: float,
+    ) -> None:
         """A batch entered the engine, linked to the requests it serves."""
-        for key in keys:
+        for key in prefilling:
             self._computes(key, at)
+        for key in decoding:
+            self._served(key, at)
+        keys = (*prefilling, *decoding)
         known = [self._requests[key] for key in keys if key in self._requests]
         links = [r.decode for r in known if r.decode is not None and r.decode.is_valid]
         attributes: Mapping[str, AttributeValue] = {
@@ -115,8 +167,21 @@ class DecodeSpans:
     def _computes(self, key: TransferKey, at: float) -> None:
         """It is in a batch: its own prefill begins with the first."""
         request = self._requests.get(key)
-        if request is not None and request.local and request.span is None:
+        if request is not None and request.local and not request.computing:
+            self._end(request, at, None)
+            request.computing = True
             request.span = self._start(names.SPAN_COMPUTE, key, request.client, at)
+
+    def _served(self, key: TransferKey, at: float) -> None:
+        """It is in a batch that brings its next token: it waits no more."""
+        request = self._requests.get(key)
+        if request is not None and request.step_wait is not None:
+            self._tracing.end(request.step_wait, at=at)
+            request.step_wait = None
+
+    def _moment(self, request: _Request, name: str, at: float) -> None:
+        if request.span is not None:
+            self._tracing.event(request.span, name, at=at)
 
     def _start(self, name: str, key: TransferKey, parent: Context | None, at: float) -> Span:
         attributes: Mapping[str, AttributeValue] = {
@@ -126,9 +191,11 @@ class DecodeSpans:
         return self._tracing.start(name, parent=parent, at=at, attributes=attributes)
 
     def _end(self, request: _Request, at: float, fault: Fault | None) -> None:
-        if request.span is not None:
-            self._tracing.end(request.span, at=at, error=_error(fault))
-            request.span = None
+        error = _error(fault)
+        for span in (request.step_wait, request.span):
+            if span is not None:
+                self._tracing.end(span, at=at, error=error)
+        request.step_wait = request.span = None
 
 
 def _error(fault: Fault | None) -> tuple[str, str, str] | None:

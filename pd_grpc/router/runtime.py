@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from typing import Any
 
 from opentelemetry.trace import Span
@@ -94,10 +94,10 @@ class RoutedCall:
 
     # --- for the handler --------------------------------------------------------------------------
 
-    def start(self) -> None:
-        """Open both legs."""
+    def start(self, opened: Callable[[float], None]) -> None:
+        """Open both legs; `opened` is told when that is done."""
         self._routing.in_flight.add(self)
-        self.spawn(self._start())
+        self.spawn(self._start(opened))
 
     async def next_message(self) -> inference_pb2.GenerateResponse | None:
         """The next message for the client, with everything that is ready; None at the end.
@@ -170,9 +170,10 @@ class RoutedCall:
 
     # --- actions ----------------------------------------------------------------------------------
 
-    async def _start(self) -> None:
+    async def _start(self, opened: Callable[[float], None]) -> None:
         self._perform(self._machine.start(self._now()))
         self._times.opened = self._now()
+        opened(self._times.opened)
 
     def _perform(self, actions: list[Action]) -> None:
         for action in actions:
@@ -289,8 +290,7 @@ class RoutedCall:
     def came(self, message: inference_pb2.GenerateResponse) -> None:
         """See `legs.Call`."""
         if message.token_ids:
-            if self._times.came(len(message.token_ids), self._now()):
-                self._state_is(types_pb2.TRANSFER_STATE_STREAMING)
+            self._note_tokens(len(message.token_ids))
             self._output += message.token_ids
             self._outbox.push(message)
             self._wake.set()
@@ -301,6 +301,15 @@ class RoutedCall:
         """See `legs.Call`."""
         if self._brought_the_first_token():
             self._times.prefill = timings
+
+    def _note_tokens(self, tokens: int) -> None:
+        times, now = self._times, self._now()
+        had_second = times.second_token_at is not None
+        if times.came(tokens, now):
+            self._tracing.event(self._span, names.EVENT_FIRST_TOKEN, at=now)
+            self._state_is(types_pb2.TRANSFER_STATE_STREAMING)
+        if not had_second and times.second_token_at is not None:
+            self._tracing.event(self._span, names.EVENT_SECOND_TOKEN, at=now)
 
     def _brought_the_first_token(self) -> bool:
         """Whether the current attempt did, or may yet."""

@@ -26,6 +26,17 @@ def trace_of(span: ReadableSpan) -> str:
     return f"{span.context.trace_id:032x}"
 
 
+def in_order(spans: list[ReadableSpan]) -> list[ReadableSpan]:
+    """By beginning; the wait for a step begins with what it is a part of, and comes behind it."""
+    return sorted(spans, key=lambda s: (s.start_time or 0, s.name == names.SPAN_STEP_WAIT))
+
+
+def moment(span: ReadableSpan, name: str) -> int:
+    """When something happened within a span, in ns."""
+    (event,) = [each for each in span.events if each.name == name]
+    return event.timestamp
+
+
 async def test_a_hand_over_is_drawn_under_both_callers() -> None:
     exporter = InMemorySpanExporter()
     provider = TracerProvider()
@@ -76,10 +87,70 @@ async def test_a_request_of_our_own_is_computed_and_decoded_however_long_it_wait
             await until(lambda: len(d.server.machine.ledger.reservations) == len(answers))
         await p.release(holder)
         assert await asyncio.gather(*answers) == [d.answer(waiting), d.answer(own)]
-        of_client = [s for s in exporter.get_finished_spans() if trace_of(s) == CLIENT_TRACE]
-        drawn = sorted(span.name for span in of_client)
-        assert drawn == [names.SPAN_COMPUTE] * 2 + [names.SPAN_DECODE] * 2
+        of_transfer: dict[object, list[ReadableSpan]] = {}
+        for span in exporter.get_finished_spans():
+            if trace_of(span) == CLIENT_TRACE and names.ATTR_TRANSFER_ID in (span.attributes or {}):
+                transfer = (span.attributes or {})[names.ATTR_TRANSFER_ID]
+                of_transfer.setdefault(transfer, []).append(span)
+        assert len(of_transfer) == 2
+        for spans in of_transfer.values():
+            queue, compute, decode, wait = in_order(spans)
+            assert queue.name == names.SPAN_QUEUE and queue.end_time == compute.start_time
+            assert compute.name == names.SPAN_COMPUTE and compute.end_time == decode.start_time
+            assert (decode.name, wait.name) == (names.SPAN_DECODE, names.SPAN_STEP_WAIT)
+            assert moment(decode, names.EVENT_FIRST_TOKEN) == decode.start_time
         assert len(d.server.runtime.spans) == 0
+
+
+async def test_from_the_first_token_to_the_second_the_spans_adjoin() -> None:
+    exporter = InMemorySpanExporter()
+    provider = TracerProvider()
+    provider.add_span_processor(SimpleSpanProcessor(exporter))
+    async with wire(provider=provider) as d:
+        p = await d.prefill()
+        request = d.request(max_tokens=4)
+        client = d.generate(request)
+        grant = await p.allocate(request)
+        token, chunks = p.compute(request)
+        await p.first_token(request, grant.grant_id, token)
+        await p.send_kv(request, grant, chunks)
+        assert await tokens_of(client) == d.answer(request)
+    spans = {span.name: span for span in exporter.get_finished_spans()}
+    receive, decode, wait = (
+        spans[name] for name in (names.SPAN_RECEIVE, names.SPAN_DECODE, names.SPAN_STEP_WAIT)
+    )
+    assert wait.parent is not None and wait.parent.span_id == decode.context.span_id
+    assert receive.end_time is not None and wait.end_time is not None
+    # The first token came before the KV: what is left of it is the first thing waited for.
+    assert moment(receive, names.EVENT_FIRST_TOKEN) < receive.end_time == decode.start_time
+    assert wait.start_time == decode.start_time
+    steps = [s for s in exporter.get_finished_spans() if s.name == names.SPAN_STEP]
+    assert wait.end_time == steps[0].start_time
+    assert steps[0].end_time is not None
+    second = moment(decode, names.EVENT_SECOND_TOKEN)
+    assert 0 <= second - steps[0].end_time < 1e9
+
+
+async def test_a_client_that_is_refused_takes_no_place_in_the_trace_of_the_right_one() -> None:
+    exporter = InMemorySpanExporter()
+    provider = TracerProvider()
+    provider.add_span_processor(SimpleSpanProcessor(exporter))
+    async with wire(provider=provider) as d:
+        p = await d.prefill()
+        request = d.request(max_tokens=4)
+        grant = await p.allocate(request)
+        bad = d.request(transfer_id=request.transfer_id, prompt=[5000])
+        assert (await fault_of(d.generate(bad))).reason is Reason.BAD_REQUEST
+        client = d.inference.Generate(
+            request.generate(), timeout=CALL_S, metadata=parent(CLIENT_TRACE)
+        )
+        token, chunks = p.compute(request)
+        await p.first_token(request, grant.grant_id, token)
+        await p.send_kv(request, grant, chunks)
+        assert await tokens_of(client) == d.answer(request)
+    spans = {span.name: span for span in exporter.get_finished_spans()}
+    assert trace_of(spans[names.SPAN_DECODE]) == CLIENT_TRACE
+    assert moment(spans[names.SPAN_DECODE], names.EVENT_SECOND_TOKEN)
 
 
 async def test_refused_calls_leave_nothing_behind_and_disturb_no_other() -> None:
