@@ -165,9 +165,9 @@ class DecodePeer:
         """Hand over the first token."""
         self._spawn(self._send_first_token(sent, metadata))
 
-    def release(self, release: act.SendRelease) -> None:
+    def release(self, release: act.SendRelease, metadata: Metadata) -> None:
         """Give a transfer back."""
-        self._spawn(self._release(release))
+        self._spawn(self._release(release, metadata))
 
     async def calls_done(self) -> None:
         """Wait until D has answered every SendFirstToken and Release, or their time is over."""
@@ -222,9 +222,9 @@ class DecodePeer:
             state = answer.state
         self._feed(ev.FirstTokenAnswered(sent.key, sent.attempt, state, guard.fault))
 
-    async def _release(self, sent: act.SendRelease) -> None:
+    async def _release(self, sent: act.SendRelease, metadata: Metadata) -> None:
         with Guard() as guard:
-            await self._stub.Release(sent.request, timeout=sent.timeout_s)
+            await self._stub.Release(sent.request, timeout=sent.timeout_s, metadata=tuple(metadata))
         if (fault := guard.fault) is not None:
             extra = {"transfer_id": sent.key.transfer_id}
             log.info("%s was not released on %s: %s", sent.key, self._endpoint, fault, extra=extra)

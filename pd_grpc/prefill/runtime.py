@@ -230,14 +230,14 @@ class PrefillRuntime:
             self.feed(event)
 
     def _release(self, release: act.SendRelease) -> None:
-        peer = self._peers.get(release.endpoint)
+        peer, metadata = self._peers.get(release.endpoint), self._spans.release(release)
         if peer is None:
             # P has nothing else to do with this D any more: a connection for this call alone.
             peer = self._make_peer(release.endpoint, self._config, self._hear)
-            peer.release(release)
+            peer.release(release, metadata)
             self._close(peer)
         else:
-            peer.release(release)
+            peer.release(release, metadata)
 
     def _forget(self, endpoint: str) -> None:
         """Close what reaches a D, once what is under way there has ended."""

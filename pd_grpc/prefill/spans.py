@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -29,6 +30,11 @@ _STAGES = {
 """The stage a request spends each state in; SENDING is told by `pd.send` and `pd.first_token`."""
 
 
+_MOST_ENDED = 1024
+"""Requests of which a Release may yet be sent that are remembered; one that is not begins a trace
+of its own."""
+
+
 @dataclass
 class _Trace:
     root: Span
@@ -50,6 +56,7 @@ class PrefillSpans:
         self._tracing = tracing
         self._calls: dict[int, tuple[prefill_pb2.PrefillRequest, Context]] = {}
         self._traces: dict[TransferKey, _Trace] = {}
+        self._ended: OrderedDict[TransferKey, Metadata] = OrderedDict()
 
     def called(self, event: ev.PrefillCalled, context: Context) -> None:
         """A call has come, with its caller's trace."""
@@ -85,6 +92,10 @@ class PrefillSpans:
             for span in (trace.allocate, trace.send, trace.first_token, trace.root):
                 self._end(span, at, change.fault)
             del self._traces[change.key]
+            if change.fault is not None:
+                self._ended[change.key] = inject(self._tracing.context(trace.root))
+                if len(self._ended) > _MOST_ENDED:
+                    self._ended.popitem(last=False)
 
     def allocate(self, asked: act.SendAllocate, at: float) -> Metadata:
         """An Allocate goes out; its metadata."""
@@ -164,6 +175,14 @@ class PrefillSpans:
         trace = self._traces.get(event.key)
         if trace is not None and event.fault is None:
             self._end(trace.first_token, at, None)
+
+    def release(self, sent: act.SendRelease) -> Metadata:
+        """A Release goes out, perhaps for the second time and after the request's end; its
+        metadata."""
+        trace = self._traces.get(sent.key)
+        if trace is None:
+            return self._ended.get(sent.key, [])
+        return inject(self._tracing.context(trace.root))
 
     def _begin(self, change: act.Changed, at: float) -> None:
         request, context = self._calls.pop(change.call)
