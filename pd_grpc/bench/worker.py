@@ -1,4 +1,4 @@
-"""One process of the benchmark: a P, a D, a router or the driver.
+"""One process of a benchmark: a P, a D, a router, or who asks them or hears from them.
 
 Its argument says what to be. Spoken to in lines of JSON: the first on standard input says how, the
 first on standard output says that it is ready. From then on each line in is a command and gets one
@@ -45,10 +45,14 @@ WORKERS = {
     "plain-prefill": ("pd_grpc.bench.endurance.workers", "PlainPrefill"),
     "plain-decode": ("pd_grpc.bench.endurance.workers", "PlainDecode"),
     "plain-router": ("pd_grpc.bench.endurance.workers", "PlainRouter"),
+    "observed-server": ("pd_grpc.bench.telemetry_workers", "ObservedServer"),
+    "asker": ("pd_grpc.bench.telemetry_workers", "Asker"),
+    "sink": ("pd_grpc.bench.telemetry_sink", "Sink"),
 }
 """Imported only where they are needed: dozens of processes are started."""
-_PLAIN = frozenset({"plain-prefill", "plain-decode", "plain-router"})
-"""They collect garbage as the servers do, for how their memory grows is looked at."""
+_PLAIN = frozenset({"plain-prefill", "plain-decode", "plain-router", "observed-server"})
+"""They collect garbage as the servers do, for how their memory grows is looked at, or what their
+telemetry costs."""
 
 
 async def serve(make: Callable[[Mapping[str, Any]], Worker], plain: bool) -> None:

@@ -1,4 +1,4 @@
-"""`pd-grpc bench`: what preparing costs, beside what it is compared with."""
+"""`pd-grpc bench`: what preparing costs, and telemetry, beside what they are compared with."""
 
 from __future__ import annotations
 
@@ -95,6 +95,29 @@ def prepare(
     except OSError as error:
         say_error(f"--json {json_file}: {error.strerror}")
         raise typer.Exit(EXIT_FAILED) from error
+
+
+@bench.command()
+def telemetry(
+    json_file: Annotated[
+        Path | None, typer.Option("--json", metavar="FILE", help="Write the report as JSON.")
+    ] = None,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="Every figure within two minutes, from far less.")
+    ] = False,
+) -> None:
+    """Compare the throughput of servers that are not observed with that of servers that export
+    every request, one in a hundred, or keep their last traces in memory.
+
+    Without --quick it takes about fifteen minutes. Exits with 1 when a request is answered wrongly.
+    """
+    try:
+        from pd_grpc.bench.telemetry import FIGURES, TelemetryScope, bench_telemetry, faults_of
+        from pd_grpc.cli.long_run import carry_out
+    except ModuleNotFoundError as error:
+        refuse(f"pd-grpc bench telemetry: it needs {error.name}: pip install 'pd-grpc[all]'")
+    scope = TelemetryScope.of(quick)
+    carry_out("telemetry", lambda tell: bench_telemetry(scope, tell), json_file, FIGURES, faults_of)
 
 
 @bench.command()

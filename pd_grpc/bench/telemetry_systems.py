@@ -1,0 +1,194 @@
+"""One cluster for each way to observe it, side by side, and one load on one of them at a time."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import math
+import time
+from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import psutil
+
+from pd_grpc.bench.processes import ANSWER_S, WorkerLost, WorkerProcess
+from pd_grpc.bench.workload import Length
+from pd_grpc.protocol.config import TelemetryConfig
+
+SERVERS = ("router", "prefill", "decode")
+SINK, CLIENT = "collector", "client"
+KEPT: int = TelemetryConfig().traces_kept or 256
+"""What the servers keep by default."""
+_LOOK_S = 0.02
+_MARGIN_S = 30.0
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A way to observe a cluster: to a collector or not, by which sampler of the SDK, and how many
+    traces each server keeps."""
+
+    description: str
+    otlp: bool = False
+    sampler: Mapping[str, str] = field(default_factory=dict)
+    traces_kept: int = KEPT
+
+
+VARIANTS: Mapping[str, Variant] = {
+    "off": Variant("no spans, no metrics: no exporter, and no trace is kept", traces_kept=0),
+    "local": Variant("as a server starts by default: no exporter, the last traces are kept"),
+    "sampled": Variant(
+        "--otlp: metrics, and the spans of one request in a hundred",
+        True,
+        {"OTEL_TRACES_SAMPLER": "parentbased_traceidratio", "OTEL_TRACES_SAMPLER_ARG": "0.01"},
+    ),
+    "on": Variant(
+        "--otlp: metrics, and the spans of every request",
+        True,
+        {"OTEL_TRACES_SAMPLER": "parentbased_always_on"},
+    ),
+}
+
+ENGINE: Mapping[str, Any] = {
+    "engine": "sim",
+    "num_blocks": 8192,
+    "max_batch": 64,
+    "chunk_tokens": 2048,
+}
+"""Of every P and D."""
+
+
+@dataclass(frozen=True)
+class Load:
+    """Requests that are sent, `at_once` under way."""
+
+    lengths: Sequence[Length]
+    at_once: int
+    limit_s: float
+
+
+@dataclass(frozen=True)
+class Leg:
+    """One load on one cluster. `rate` is right answers a second, from the first request's
+    sending to the last one's end; `cpu_s` is by process, with what was left to export then, and
+    `wall_s` goes with it."""
+
+    variant: str
+    rate: float
+    right: int
+    wrong: list[str]
+    wall_s: float
+    cpu_s: Mapping[str, float]
+    spans: Mapping[str, Any]
+
+
+class Systems:
+    """See `running_systems`."""
+
+    def __init__(
+        self,
+        clusters: Mapping[str, Mapping[str, WorkerProcess]],
+        sink: WorkerProcess,
+        client: WorkerProcess,
+    ) -> None:
+        self._clusters = clusters
+        self._sink = sink
+        self._client = client
+
+    async def prepare(self, name: str, load: Load) -> None:
+        """Make the requests of `load`, and the answers they should get; ids begin with `name`."""
+        requests = [(f"{name}-{i}", *each) for i, each in enumerate(load.lengths)]
+        await self._client.do("prepare", load.limit_s + _MARGIN_S, requests=requests)
+
+    async def run(self, variant: str, load: Load) -> Leg:
+        """The load that was prepared, on one cluster."""
+        servers = self._clusters[variant]
+        before, begun = self._cpu_s(servers), time.monotonic()
+        asked = await self._client.do(
+            "ask",
+            load.limit_s + _MARGIN_S,
+            endpoint=servers["router"].endpoint,
+            at_once=load.at_once,
+            limit_s=load.limit_s,
+        )
+        await asyncio.gather(*(server.do("flush") for server in servers.values()))
+        wall_s = time.monotonic() - begun
+        after = self._cpu_s(servers)
+        spans = await self._sink.do("take", listener=variant)
+        return Leg(
+            variant,
+            len(asked["ended_s"]) / max(asked["ended_s"], default=math.inf),
+            len(asked["ended_s"]),
+            asked["wrong"],
+            wall_s,
+            {name: after[name] - before[name] for name in after},
+            spans,
+        )
+
+    def _cpu_s(self, servers: Mapping[str, WorkerProcess]) -> dict[str, float]:
+        workers = {**servers, SINK: self._sink, CLIENT: self._client}
+        return {name: sum(psutil.Process(w.pid).cpu_times()[:2]) for name, w in workers.items()}
+
+
+@contextlib.asynccontextmanager
+async def running_systems(
+    variants: Mapping[str, Variant], settings: Mapping[str, Any]
+) -> AsyncIterator[Systems]:
+    """Start a cluster of one router, P and D for each variant, with `settings` for each P and D, a
+    collector and a client; stop them at the end."""
+    async with contextlib.AsyncExitStack() as stack:
+
+        async def launch(role: str) -> WorkerProcess:
+            worker = await WorkerProcess.launch(role)
+            stack.push_async_callback(worker.stop)
+            return worker
+
+        # They are stopped in the opposite order: who is called goes last.
+        sink = await launch("sink")
+        await sink.start(listeners=list(variants))
+        clusters = {}
+        for name, variant in variants.items():
+            workers = {role: await launch("observed-server") for role in reversed(SERVERS)}
+            otlp = sink.about["endpoints"][name] if variant.otlp else ""
+            await _start(name, workers, variant, otlp, settings)
+            clusters[name] = workers
+        client = await launch("asker")
+        await client.start(settings=dict(settings))
+        systems = Systems(clusters, sink, client)
+        await _warm_up(systems, list(variants))
+        yield systems
+
+
+async def _start(
+    name: str,
+    workers: Mapping[str, WorkerProcess],
+    variant: Variant,
+    otlp: str,
+    settings: Mapping[str, Any],
+) -> None:
+    async def begin(role: str, own: Mapping[str, Any]) -> None:
+        common = {"name": f"{name}-{role}", "log_level": "error", "otlp": otlp}
+        kept = {"traces_kept": variant.traces_kept}
+        await workers[role].start(
+            role=role, environment=dict(variant.sampler), settings={**common, **kept, **own}
+        )
+
+    await asyncio.gather(*(begin(role, settings) for role in ("prefill", "decode")))
+    ends = {role: [workers[role].endpoint] for role in ("prefill", "decode")}
+    await begin("router", {"engine": "sim", **ends})
+    until = time.monotonic() + ANSWER_S
+    while not await workers["router"].do("ready"):
+        if time.monotonic() > until:
+            raise WorkerLost("the router does not find its instances")
+        await asyncio.sleep(_LOOK_S)
+
+
+async def _warm_up(systems: Systems, variants: Sequence[str]) -> None:
+    """Open every connection."""
+    load = Load([Length(64, 8)] * 16, 4, ANSWER_S)
+    await systems.prepare("warm-up", load)
+    for variant in variants:
+        leg = await systems.run(variant, load)
+        if leg.wrong:
+            raise WorkerLost(f"the warm-up of {variant} failed: {leg.wrong[0]}")
