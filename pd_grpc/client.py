@@ -7,6 +7,7 @@ It needs grpc, protobuf and pydantic, neither torch nor transformers.
             print(chunk.text, end="")
 
 Every request carries a W3C trace context: that of the current OpenTelemetry span, or a new one.
+Where the process has OpenTelemetry's SDK, each request is a span of its own there.
 """
 
 from __future__ import annotations
@@ -19,6 +20,9 @@ from typing import TYPE_CHECKING, Any, TypedDict
 import grpc
 import grpc.aio
 from opentelemetry import context as otel_context
+from opentelemetry import trace
+from opentelemetry.metrics import MeterProvider
+from opentelemetry.sdk.trace import TracerProvider
 
 from pd_grpc.protocol import rpc
 from pd_grpc.protocol.clock import SystemClock
@@ -26,7 +30,10 @@ from pd_grpc.protocol.config import Sizes, Timeouts
 from pd_grpc.protocol.faults import Fault, TransportFault
 from pd_grpc.protocol.messages import seconds
 from pd_grpc.protocol.requests import RequestError, build_request, check_timeout, checked_endpoint
-from pd_grpc.telemetry.tracing import Tracing, inject, trace_id
+from pd_grpc.telemetry.instruments import Instruments
+from pd_grpc.telemetry.rpc_calls import Call, Calls
+from pd_grpc.telemetry.rpc_client import follow, follow_aio, unless_raised
+from pd_grpc.telemetry.tracing import Tracing, extract, inject, trace_id
 from pd_grpc.v1 import inference_pb2, inference_pb2_grpc, types_pb2
 
 if TYPE_CHECKING:
@@ -59,6 +66,7 @@ STAGES = (
 """Names of the timings of an answer, as `Timings` in the protocol explains them."""
 
 _CALL_S = 5.0
+_METHOD = "pd_grpc.v1.InferenceService/Generate"
 _FINISH_REASONS = {types_pb2.FINISH_REASON_STOP: "stop", types_pb2.FINISH_REASON_LENGTH: "length"}
 
 
@@ -228,9 +236,17 @@ class AsyncGeneration(_Stream):
 class Client:
     """A connection to a router, for blocking code; to be closed. Safe from any thread."""
 
-    def __init__(self, endpoint: str) -> None:
-        """`endpoint` is host:port; RequestError if it is not."""
+    def __init__(
+        self,
+        endpoint: str,
+        *,
+        tracer_provider: TracerProvider | None = None,
+        meter_provider: MeterProvider | None = None,
+    ) -> None:
+        """`endpoint` is host:port; RequestError if it is not. Spans and durations of its calls go
+        to the process's own providers unless there are others."""
         self._channel = rpc.sync_channel(checked_endpoint(endpoint), Timeouts(), Sizes())
+        self._record = _Record(endpoint, tracer_provider, meter_provider)
         self._stub = inference_pb2_grpc.InferenceServiceStub(self._channel)
 
     def generate(
@@ -249,8 +265,11 @@ class Client:
         """
         check_timeout(timeout_s)
         request = build_request(text, messages, token_ids, options)
-        metadata, trace = _trace_context()
-        return Generation(self._stub.Generate(request, timeout=timeout_s, metadata=metadata), trace)
+        recorded, metadata, trace = self._record.begin()
+        with unless_raised(recorded):
+            call = self._stub.Generate(request, timeout=timeout_s, metadata=metadata)
+        follow(call, recorded)
+        return Generation(call, trace)
 
     def model_info(self, timeout_s: float = _CALL_S) -> inference_pb2.GetModelInfoResponse:
         """What is served. Raises `Fault` or `TransportFault`."""
@@ -282,9 +301,17 @@ class Client:
 class AsyncClient:
     """A connection to a router, for the running loop; to be closed."""
 
-    def __init__(self, endpoint: str) -> None:
-        """`endpoint` is host:port; RequestError if it is not."""
+    def __init__(
+        self,
+        endpoint: str,
+        *,
+        tracer_provider: TracerProvider | None = None,
+        meter_provider: MeterProvider | None = None,
+    ) -> None:
+        """`endpoint` is host:port; RequestError if it is not. Spans and durations of its calls go
+        to the process's own providers unless there are others."""
         self._channel = rpc.aio_channel(checked_endpoint(endpoint), Timeouts(), Sizes())
+        self._record = _Record(endpoint, tracer_provider, meter_provider)
         self._stub = inference_pb2_grpc.InferenceServiceStub(self._channel)
 
     def generate(
@@ -299,8 +326,10 @@ class AsyncClient:
         """Ask for an answer, as `Client.generate` does."""
         check_timeout(timeout_s)
         request = build_request(text, messages, token_ids, options)
-        metadata, trace = _trace_context()
-        call = self._stub.Generate(request, timeout=timeout_s, metadata=metadata)
+        recorded, metadata, trace = self._record.begin()
+        with unless_raised(recorded):
+            call = self._stub.Generate(request, timeout=timeout_s, metadata=metadata)
+        follow_aio(call, recorded)
         return AsyncGeneration(call, trace)
 
     async def model_info(self, timeout_s: float = _CALL_S) -> inference_pb2.GetModelInfoResponse:
@@ -330,13 +359,26 @@ class AsyncClient:
         await self.close()
 
 
-def _trace_context() -> tuple[list[tuple[str, str]], str]:
-    """Metadata that carries the current trace, or a new one, and the trace's id."""
-    span = Tracing(SystemClock(), "", "client").start(
-        "pd.client", parent=otel_context.get_current()
-    )
-    context = Tracing.context(span)
-    return inject(context), trace_id(context)
+class _Record:
+    """What is recorded of a client's requests."""
+
+    def __init__(
+        self, endpoint: str, tracers: TracerProvider | None, meters: MeterProvider | None
+    ) -> None:
+        own = trace.get_tracer_provider()
+        tracers = tracers or (own if isinstance(own, TracerProvider) else None)
+        self._endpoint = endpoint
+        self._tracing = Tracing(SystemClock(), "", "client", tracers)
+        self._calls = Calls(self._tracing, Instruments("", meters), rpc.reason_in)
+
+    def begin(self) -> tuple[Call, list[tuple[str, Any]], str]:
+        """A request begins: its record, the metadata that carries the current trace or a new one,
+        and the trace's id."""
+        context = otel_context.get_current()
+        if not self._tracing.records:
+            context = Tracing.context(self._tracing.start(_METHOD, parent=context))
+        recorded, metadata = self._calls.made(_METHOD, self._endpoint, inject(context))
+        return recorded, list(metadata or ()), trace_id(extract(metadata))
 
 
 def _end_of(message: inference_pb2.GenerateResponse) -> AnswerEnd:

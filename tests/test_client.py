@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from opentelemetry import trace
 from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.trace import SpanKind
 
 from pd_grpc.client import STAGES, Answer, AsyncClient, Client, Fault, RequestError, TransportFault
 from pd_grpc.engine.sim_tokenizer import SimTokenizer
@@ -18,6 +19,8 @@ from pd_grpc.protocol.faults import Code, Reason
 from tests.router.conftest import VOCAB, Site
 from tests.router.conftest import site as site  # the fixture
 from tests.router.scripted import handed_off, last, never, tokens
+from tests.telemetry.recorder import Recorder
+from tests.waiting import until
 
 TEXT = SimTokenizer(VOCAB).encode("hello")
 
@@ -198,6 +201,36 @@ async def test_a_request_outside_any_span_begins_a_trace_of_its_own(site: Site) 
     assert len({first.trace_id, second.trace_id}) == 2
     traces = {m["traceparent"].split("-")[1] for m in site.p.metadata}
     assert traces == {first.trace_id, second.trace_id}
+
+
+@pytest.mark.parametrize("blocking", [True, False])
+async def test_a_request_is_a_span_of_a_process_that_records_them(
+    site: Site, blocking: bool
+) -> None:
+    recorder = Recorder()
+    site.p.script, site.d1.script = hand_over, say_hello
+    providers = {"tracer_provider": recorder.provider, "meter_provider": recorder.meters}
+
+    def ask() -> str:
+        with Client(site.router.endpoint, **providers) as client:  # type: ignore[arg-type]
+            with client.generate("hi") as generation:
+                generation.collect()
+            return generation.trace_id
+
+    if blocking:
+        found = await asyncio.to_thread(ask)
+    else:
+        async with AsyncClient(site.router.endpoint, **providers) as client:  # type: ignore[arg-type]
+            generation = client.generate("hi")
+            await generation.collect()
+            found = generation.trace_id
+    await until(lambda: bool(recorder.spans))
+    span = recorder.span("pd_grpc.v1.InferenceService/Generate")
+    assert span.kind is SpanKind.CLIENT and span.parent is None
+    assert span.context is not None
+    assert found == trace.format_trace_id(span.context.trace_id)
+    assert site.p.metadata[0]["traceparent"].split("-")[1] == found
+    assert recorder.points("rpc.client.call.duration")
 
 
 async def test_what_is_served_is_told(site: Site) -> None:

@@ -34,6 +34,18 @@ def watch_channel(channel: grpc.Channel, calls: Calls, endpoint: str) -> grpc.Ch
     return _Channel(channel, calls, endpoint)
 
 
+def follow_aio(call: Any, recorded: Call) -> None:
+    """End the record of a call of grpc.aio with the call."""
+    call.add_done_callback(lambda done: _aio_done(recorded, done))
+
+
+def follow(call: Any, recorded: Call) -> None:
+    """End the record of a call of grpc that streams with the call."""
+    # False says that it has ended already.
+    if not call.add_callback(lambda: _done(recorded, call)):
+        _done(recorded, call)
+
+
 # --- grpc.aio -------------------------------------------------------------------------------------
 
 
@@ -60,9 +72,9 @@ class _AioChannel(grpc.aio.Channel):
 
         def call(*args: Any, metadata: Any = None, **kwargs: Any) -> Any:
             recorded, sent = calls.made(method, endpoint, metadata)
-            with _unless_raised(recorded):
+            with unless_raised(recorded):
                 made = make(*args, metadata=sent, **kwargs)
-            made.add_done_callback(lambda done: _aio_done(recorded, done))
+            follow_aio(made, recorded)
             return made
 
         return call
@@ -137,11 +149,9 @@ class _Channel(grpc.Channel):
 
         def call(*args: Any, metadata: Any = None, **kwargs: Any) -> Any:
             recorded, sent = calls.made(method, endpoint, metadata)
-            with _unless_raised(recorded):
+            with unless_raised(recorded):
                 made = make(*args, metadata=_pairs(sent), **kwargs)
-            # False says that it has ended already.
-            if not made.add_callback(lambda: _done(recorded, made)):
-                _done(recorded, made)
+            follow(made, recorded)
             return made
 
         return call
@@ -177,14 +187,14 @@ class _Answering:
 
     def with_call(self, *args: Any, metadata: Any = None, **kwargs: Any) -> Any:
         recorded, sent = self._calls.made(self._method, self._endpoint, metadata)
-        with _unless_raised(recorded):
+        with unless_raised(recorded):
             response, call = self._callable.with_call(*args, metadata=_pairs(sent), **kwargs)
         recorded.ended(OK)
         return response, call
 
     def future(self, *args: Any, metadata: Any = None, **kwargs: Any) -> Any:
         recorded, sent = self._calls.made(self._method, self._endpoint, metadata)
-        with _unless_raised(recorded):
+        with unless_raised(recorded):
             future = self._callable.future(*args, metadata=_pairs(sent), **kwargs)
         future.add_done_callback(lambda done: _done(recorded, done))
         return future
@@ -204,7 +214,7 @@ def _pairs(metadata: Any) -> Any:
 # --------------------------------------------------------------------------------------------------
 
 
-class _unless_raised:
+class unless_raised:
     """Ends a call that raises in the making: with its status if that is what was raised."""
 
     def __init__(self, recorded: Call) -> None:

@@ -72,10 +72,9 @@ class Tracing:
         # One anchor between the two clocks: spans of one process keep their order and lengths even
         # when the wall clock is set.
         self._anchor_ns = clock.wall_ns() - _ns(clock.now())
-        self._who: dict[str, AttributeValue] = {
-            names.ATTR_INSTANCE: instance,
-            names.ATTR_ROLE: role,
-        }
+        self._who: dict[str, AttributeValue] = {names.ATTR_ROLE: role}
+        if instance:
+            self._who[names.ATTR_INSTANCE] = instance
         self._provider = provider
         self._tracer = None if provider is None else provider.get_tracer(_SCOPE)
 
