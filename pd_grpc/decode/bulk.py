@@ -6,7 +6,6 @@ KV chunks never share a loop with control messages, which would wait behind them
 from __future__ import annotations
 
 import asyncio
-import logging
 import threading
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
@@ -29,10 +28,10 @@ from pd_grpc.protocol.interception import Wire
 from pd_grpc.protocol.posting import post
 from pd_grpc.protocol.sampling import FieldError
 from pd_grpc.protocol.serving import HandlerRegistry
+from pd_grpc.telemetry.instance_log import InstanceLog
+from pd_grpc.telemetry.log_events import Event
 from pd_grpc.transport.chunk_codec import SERVICE, IncomingRequest, parse_request
 from pd_grpc.v1 import transfer_pb2
-
-log = logging.getLogger("pd_grpc.decode")
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -60,6 +59,7 @@ class BulkServer:
         self._handlers = HandlerRegistry()
         self._interceptors = (wire or Wire()).around(self._handlers)
         self.port = 0
+        self.log = InstanceLog("decode", config.name)
 
     @property
     def endpoint(self) -> str:
@@ -119,7 +119,7 @@ class BulkServer:
     def _reading_ended(self, stream: int, outbox: TransferOutbox, done: asyncio.Task[None]) -> None:
         error = None if done.cancelled() else done.exception()
         if error is not None:
-            log.error("taking KV in failed", exc_info=error)
+            self.log.note(Event.DEFECT, "taking KV in failed", error=error)
             fault = Fault(Reason.ENGINE_ERROR, f"taking KV in failed: {error}")
             self._perform(self._receiver.unreadable(stream, fault))
         outbox.end(None)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import Callable, Sequence
 from itertools import count
 
@@ -14,6 +13,7 @@ from pd_grpc.decode import events as ev
 from pd_grpc.decode.bulk import BulkServer
 from pd_grpc.decode.machine import DecodeMachine
 from pd_grpc.decode.outbox import SessionOutbox, TokenOutbox
+from pd_grpc.decode.request_log import RequestLog
 from pd_grpc.decode.spans import DecodeSpans
 from pd_grpc.engine.base import Engine, EngineFault, Sampled
 from pd_grpc.engine.thread import EngineThread
@@ -21,9 +21,9 @@ from pd_grpc.protocol.clock import Clock
 from pd_grpc.protocol.driver import Driver
 from pd_grpc.protocol.faults import Fault, Reason
 from pd_grpc.protocol.refs import TransferKey, key_of
+from pd_grpc.telemetry.instance_log import InstanceLog
+from pd_grpc.telemetry.log_events import Event
 from pd_grpc.v1 import decode_pb2, inference_pb2
-
-log = logging.getLogger("pd_grpc.decode")
 
 UnaryFuture = asyncio.Future[act.UnaryAnswer]
 
@@ -38,8 +38,10 @@ class DecodeRuntime:
         clock: Clock,
         spans: DecodeSpans,
         set_ready: Callable[[bool, str], None],
+        log: InstanceLog,
     ) -> None:
         self.machine = machine
+        self.log = log
         self.drained = asyncio.Event()
         self.listeners: list[Callable[[act.Changed], None]] = []
         self.event_listeners: list[Callable[[ev.Event, float], None]] = []
@@ -51,7 +53,8 @@ class DecodeRuntime:
         self.spans = spans
         self._set_ready = set_ready
         self._loop = asyncio.get_running_loop()
-        self._engine_thread = EngineThread()
+        self._requests = RequestLog(log, machine.ledger)
+        self._engine_thread = EngineThread(log)
         self._driver: Driver[ev.Event, act.Action] = Driver(
             machine, clock, self._perform, before=self._hear
         )
@@ -64,6 +67,10 @@ class DecodeRuntime:
         self._keys: dict[int, TransferKey] = {}
         self._clients: dict[int, TokenOutbox] = {}
         self._sessions: dict[int, SessionOutbox] = {}
+        self._prefills: dict[int, str] = {}
+        """The name of each session's P."""
+        self._refused: dict[int, Fault] = {}
+        """What each Generate ended with that failed, until its call is gone."""
         self._step: asyncio.Task[None] | None = None
 
     def connect(self, bulk: BulkServer) -> None:
@@ -77,6 +84,7 @@ class DecodeRuntime:
         call, answer = self._open_unary()
         self._keys[call] = key_of(request.ref)
         self.spans.allocate(key_of(request.ref), context, self._clock.now())
+        self._requests.asked(key_of(request.ref), context, request.request_id)
         self.feed(ev.AllocateCalled(call, request))
         try:
             response = await answer
@@ -85,6 +93,7 @@ class DecodeRuntime:
             raise
         finally:
             del self._unary[call], self._keys[call]
+            self._requests.asked_in_vain(key_of(request.ref))
         assert isinstance(response, decode_pb2.AllocateResponse)
         return response
 
@@ -108,18 +117,39 @@ class DecodeRuntime:
         outbox = SessionOutbox(2 * self.machine.ledger.config.max_message_bytes)
         stream = next(self._numbers)
         self._sessions[stream] = outbox
+        self._prefills[stream] = hello.instance.name
         self.feed(ev.HelloReceived(stream, hello))
         return stream, outbox
 
     def close_session(self, stream: int) -> None:
         """A session's stream is gone."""
         del self._sessions[stream]
+        name = self._prefills.pop(stream)
+        if self.machine.ledger.sessions.of_stream(stream) is not None:
+            self.log.note(Event.SESSION_LOST, "the session broke", peer=name)
         self.feed(ev.SessionStreamEnded(stream))
 
     def open_generate(
+        self,
+        request: inference_pb2.GenerateRequest,
+        budget_s: float,
+        context: Context,
+        direct: bool = True,
+    ) -> tuple[int, TokenOutbox]:
+        """A client's leg, by a router unless it is `direct`; the caller reports its end."""
+        call, outbox = self._open_generate(request, budget_s, context)
+        transfer, refused = self.machine.ledger.of_call(call), self._refused.get(call)
+        who = context, request.request_id, direct
+        if transfer is not None:
+            self._requests.called(transfer.key, *who)
+        elif refused is not None:
+            key = key_of(request.handoff.ref) if request.HasField("handoff") else None
+            self._requests.turned_away(key, refused, *who)
+        return call, outbox
+
+    def _open_generate(
         self, request: inference_pb2.GenerateRequest, budget_s: float, context: Context
     ) -> tuple[int, TokenOutbox]:
-        """A client's leg; the caller reports its end."""
         call, outbox = next(self._numbers), TokenOutbox(self.machine.instance.name)
         self._clients[call] = outbox
         ledger = self.machine.ledger
@@ -139,6 +169,7 @@ class DecodeRuntime:
     def close_generate(self, call: int) -> None:
         """A client's leg is gone; a late word of it changes nothing."""
         del self._clients[call]
+        self._refused.pop(call, None)
         self.feed(ev.GenerateCallEnded(call))
 
     async def on_engine_thread(self, work: Callable[[], None]) -> None:
@@ -199,6 +230,7 @@ class DecodeRuntime:
         for listener in self.fault_listeners:
             listener(action.fault)
         if action.call in self._clients:
+            self._refused[action.call] = action.fault
             self.spans.turned_away(action.call)
             self._clients[action.call].fail(action.fault)
             return
@@ -229,19 +261,29 @@ class DecodeRuntime:
             if not outbox.send(action.message):
                 self.feed(ev.SessionStreamEnded(action.stream))
         else:
+            if action.fault is not None:
+                self._lost(self._prefills[action.stream], action.fault.message, action.fault)
             outbox.end(action.fault)
 
     def _to_bulk(self, action: act.ToReceiver) -> None:
         assert self._bulk is not None
         self._bulk.post(action)
+        if isinstance(action, act.AdmitSession):
+            self.log.note(Event.SESSION_OPENED, "session", peer=action.owner.name)
+        elif isinstance(action, act.DismissPrefill):
+            self._lost(action.owner.name, "what it had not handed over is given back")
+
+    def _lost(self, name: str, why: str, fault: Fault | None = None) -> None:
+        code, reason = (None, None) if fault is None else (fault.code.name, fault.reason.value)
+        self.log.note(
+            Event.SESSION_LOST, "no session: %s", why, peer=name, code=code, reason=reason
+        )
 
     def _note(self, change: act.Changed, now: float) -> None:
+        self._requests.changed(change)
         self.spans.changed(change, now)
         for listener in self.listeners:
             listener(change)
-        if change.fault is not None:
-            extra = {"transfer_id": change.key.transfer_id}
-            log.warning("%s %s: %s", change.key, change.after.name, change.fault, extra=extra)
 
     async def _run_step(self, plan: act.StepPlan, now: float) -> None:
         prefilling, decoding = (

@@ -27,9 +27,11 @@ from pd_grpc.protocol.admin import AdminService, ChangeFeed
 from pd_grpc.protocol.clock import Clock, SystemClock
 from pd_grpc.protocol.config import DecodeConfig
 from pd_grpc.protocol.interception import Interceptors, Wire
+from pd_grpc.protocol.life_log import LifeLog
 from pd_grpc.protocol.refs import mint_epoch, mint_id
 from pd_grpc.protocol.rpc import PortInUse
 from pd_grpc.protocol.serving import ControlServer
+from pd_grpc.telemetry.instance_log import InstanceLog
 from pd_grpc.telemetry.instruments import Instruments
 from pd_grpc.telemetry.tracing import Tracing
 from pd_grpc.v1 import (
@@ -63,6 +65,7 @@ class DecodeServer:
     view: DecodeView
     changes: ChangeFeed
     engine: Engine
+    life: LifeLog
 
     @property
     def name(self) -> str:
@@ -89,6 +92,7 @@ class DecodeServer:
         assert block.blocks == [0], "the engine warms up on block 0"
         try:
             await self.control.start()
+            self.life.started("decode", self.endpoint)
             await self.runtime.on_engine_thread(self.engine.warm_up)
         finally:
             block.release()
@@ -104,6 +108,7 @@ class DecodeServer:
         await asyncio.to_thread(self.bulk.stop)
         await self.runtime.stop()
         self.engine.close()
+        self.life.stopped()
 
 
 async def start_decode(
@@ -134,12 +139,16 @@ async def start_decode(
         await asyncio.to_thread(bulk.stop)
         raise
     instance = types_pb2.Instance(name=control.name, epoch=epoch, role=types_pb2.ROLE_DECODE)
+    # It has its name from the port, at the latest.
+    log = bulk.log = InstanceLog("decode", instance.name)
+    life = LifeLog(log)
+    control.on_readiness = life.readiness
     machine = _machine(config, engine, instance, bulk)
     tracing = Tracing(clock, instance.name, "decode", tracer_provider, config.traces_kept)
     instruments = Instruments(instance.name, meter_provider)
     wire.connect(tracing, instruments)
     changes = ChangeFeed()
-    runtime = DecodeRuntime(machine, engine, clock, DecodeSpans(tracing), control.set_ready)
+    runtime = DecodeRuntime(machine, engine, clock, DecodeSpans(tracing), control.set_ready, log)
     runtime.connect(bulk)
     bulk.listeners.append(runtime.feed_from_thread)
     view = DecodeView(config, engine.name, runtime, control, clock, changes, tracing.recent)
@@ -156,7 +165,7 @@ async def start_decode(
     )
     admin_pb2_grpc.add_AdminServiceServicer_to_server(AdminService(view, changes), control.server)
     server = DecodeServer(
-        instance, machine.pool, machine, control, bulk, runtime, view, changes, engine
+        instance, machine.pool, machine, control, bulk, runtime, view, changes, engine, life
     )
     try:
         await server.start()

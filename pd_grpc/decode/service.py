@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 from typing import Any, ClassVar
 
 import grpc.aio
@@ -14,13 +13,14 @@ from pd_grpc.decode.outbox import SessionOutbox, TokenOutbox
 from pd_grpc.decode.runtime import DecodeRuntime
 from pd_grpc.protocol import rpc
 from pd_grpc.protocol.config import SILENT_HEARTBEATS, Timeouts
+from pd_grpc.protocol.failures import called_directly
 from pd_grpc.protocol.faults import Fault, Reason, bad_request
 from pd_grpc.protocol.messages import duration, seconds
 from pd_grpc.protocol.sampling import FieldError
+from pd_grpc.telemetry.instance_log import InstanceLog
+from pd_grpc.telemetry.log_events import Event
 from pd_grpc.telemetry.tracing import current_context
 from pd_grpc.v1 import decode_pb2, decode_pb2_grpc, inference_pb2, inference_pb2_grpc
-
-log = logging.getLogger("pd_grpc.decode")
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -43,7 +43,7 @@ class DecodeService(decode_pb2_grpc.DecodeServiceServicer):
             await rpc.abort(context, _out_of_order("hello must come first"))
         stream, outbox = self._runtime.open_session(first.hello)
         reader = asyncio.create_task(self._read(stream, request_iterator))
-        reader.add_done_callback(lambda done: _end_with(done, outbox))
+        reader.add_done_callback(lambda done: _end_with(done, outbox, self._runtime.log))
         fault: Fault | None = None
         try:
             await self._write(outbox, context)
@@ -134,7 +134,8 @@ class DecodeInference(inference_pb2_grpc.InferenceServiceServicer):
     async def Generate(self, request: inference_pb2.GenerateRequest, context: Context) -> None:
         budget_s = rpc.budget_of(context, self._timeouts)
         parent = current_context()
-        call, outbox = self._runtime.open_generate(request, budget_s, parent)
+        direct = called_directly(context.invocation_metadata())
+        call, outbox = self._runtime.open_generate(request, budget_s, parent, direct)
         if self.whole_answers:
             outbox.keep_whole()
         try:
@@ -164,7 +165,7 @@ def _out_of_order(text: str) -> Fault:
     return Fault(Reason.WRONG_STATE, text, {"state": "session"})
 
 
-def _end_with(reader: asyncio.Task[None], outbox: SessionOutbox) -> None:
+def _end_with(reader: asyncio.Task[None], outbox: SessionOutbox, log: InstanceLog) -> None:
     """Whatever ends the reading ends the session."""
     if reader.cancelled():
         return
@@ -172,5 +173,5 @@ def _end_with(reader: asyncio.Task[None], outbox: SessionOutbox) -> None:
     if error is None or isinstance(error, Fault):
         outbox.end(error)
         return
-    log.error("reading a session failed", exc_info=error)
+    log.note(Event.DEFECT, "reading a session failed", error=error)
     outbox.end(Fault(Reason.ENGINE_ERROR, f"reading the session failed: {type(error).__name__}"))

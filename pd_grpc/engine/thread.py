@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
 from pd_grpc.engine.base import EngineFault
-
-log = logging.getLogger("pd_grpc.engine")
+from pd_grpc.telemetry.instance_log import InstanceLog
+from pd_grpc.telemetry.log_events import Event
 
 T = TypeVar("T")
 
@@ -18,7 +17,8 @@ T = TypeVar("T")
 class EngineThread:
     """Runs steps one after another, off the loop that asks for them."""
 
-    def __init__(self) -> None:
+    def __init__(self, log: InstanceLog) -> None:
+        self._log = log
         self._executor = ThreadPoolExecutor(1, "pd-engine")
 
     async def run(self, work: Callable[[], T]) -> T:
@@ -30,7 +30,7 @@ class EngineThread:
         except EngineFault:
             raise
         except Exception as error:
-            log.exception("the engine raised")
+            self._log.note(Event.ENGINE_RAISED, "the engine raised", error=error)
             raise EngineFault(f"{type(error).__name__} in the engine") from error
 
     async def stop(self) -> None:

@@ -8,7 +8,6 @@ control loop as events.
 from __future__ import annotations
 
 import asyncio
-import logging
 import threading
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
@@ -21,9 +20,9 @@ from pd_grpc.protocol.faults import Code, Fault, Reason, TransportFault
 from pd_grpc.protocol.layout import KvLayout
 from pd_grpc.protocol.posting import post
 from pd_grpc.protocol.refs import TransferKey
+from pd_grpc.telemetry.instance_log import InstanceLog
+from pd_grpc.telemetry.log_events import Event
 from pd_grpc.transport.base import SendStream, SendTransport, Slab
-
-log = logging.getLogger("pd_grpc.prefill")
 
 Report = Callable[[ev.Event], None]
 Metadata = Sequence[tuple[str, str]]
@@ -40,6 +39,7 @@ class BulkSender:
         chunk_bytes: int,
         clock: Clock,
         report: Report,
+        log: InstanceLog | None = None,
     ) -> None:
         """`report` is called on the bulk thread."""
         self._layout = layout
@@ -47,6 +47,7 @@ class BulkSender:
         self._chunk_bytes = chunk_bytes
         self._clock = clock
         self._report = report
+        self._log = log or InstanceLog("prefill", "")
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._run, name="pd-bulk", daemon=True)
         self._transfers: dict[TransferKey, dict[int, _Transfer]] = {}
@@ -89,7 +90,13 @@ class BulkSender:
         if transfer is None:
             sender = TransferSender(self._layout, action.plan, self._chunk_bytes, action.progress_s)
             transfer = shards[action.shard] = _Transfer(
-                action.key, action.shard, sender, self._transport, self._clock, self._tell
+                action.key,
+                action.shard,
+                sender,
+                self._transport,
+                self._clock,
+                self._tell,
+                self._log,
             )
         transfer.open(action, metadata)
 
@@ -167,6 +174,7 @@ class _Transfer:
         transport: SendTransport,
         clock: Clock,
         tell: Report,
+        log: InstanceLog,
     ) -> None:
         self._key = key
         self._shard = shard
@@ -174,6 +182,7 @@ class _Transfer:
         self._transport = transport
         self._clock = clock
         self._tell = tell
+        self._log = log
         self._loop = asyncio.get_running_loop()
         self._more = asyncio.Event()
         self._stream: SendStream | None = None
@@ -288,7 +297,14 @@ class _Transfer:
         """What cannot be read cannot be sent: the shard would wait for it in vain."""
         error = None if pump.cancelled() else pump.exception()
         if error is not None:
-            log.error("sending KV failed", exc_info=error)
+            transfer_id, attempt = self._key
+            self._log.note(
+                Event.DEFECT,
+                "sending KV failed",
+                error=error,
+                transfer_id=transfer_id,
+                attempt=attempt,
+            )
             self._abandon(Fault(Reason.ENGINE_ERROR, f"KV could not be sent: {error}"))
 
     def _abandon(self, fault: Fault | TransportFault) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -20,8 +19,6 @@ from pd_grpc.protocol.interception import Guard, Wire
 from pd_grpc.protocol.posting import post
 from pd_grpc.protocol.refs import TransferKey
 from pd_grpc.v1 import decode_pb2, decode_pb2_grpc
-
-log = logging.getLogger("pd_grpc.prefill")
 
 Feed = Callable[[ev.Event], None]
 Metadata = Sequence[tuple[str, str]]
@@ -225,10 +222,7 @@ class DecodePeer:
     async def _release(self, sent: act.SendRelease, metadata: Metadata) -> None:
         with Guard() as guard:
             await self._stub.Release(sent.request, timeout=sent.timeout_s, metadata=tuple(metadata))
-        if (fault := guard.fault) is not None:
-            extra = {"transfer_id": sent.key.transfer_id}
-            log.info("%s was not released on %s: %s", sent.key, self._endpoint, fault, extra=extra)
-        self._feed(ev.ReleaseAnswered(sent, fault))
+        self._feed(ev.ReleaseAnswered(sent, guard.fault))
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
         task = self._loop.create_task(work)

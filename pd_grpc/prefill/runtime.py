@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from itertools import count
 
 from opentelemetry.context import Context
@@ -14,16 +14,18 @@ from pd_grpc.engine.thread import EngineThread
 from pd_grpc.prefill import actions as act
 from pd_grpc.prefill import events as ev
 from pd_grpc.prefill.bulk import BulkSender
+from pd_grpc.prefill.link_log import LinkLog
 from pd_grpc.prefill.machine import PrefillMachine
 from pd_grpc.prefill.peer import DecodePeer, PeerFactory
 from pd_grpc.prefill.spans import PrefillSpans
 from pd_grpc.protocol.clock import Clock
 from pd_grpc.protocol.config import PrefillConfig
 from pd_grpc.protocol.driver import Driver
+from pd_grpc.protocol.failures import FailureLog
 from pd_grpc.protocol.faults import Fault
+from pd_grpc.protocol.refs import key_of
+from pd_grpc.telemetry.instance_log import InstanceLog
 from pd_grpc.v1 import prefill_pb2
-
-log = logging.getLogger("pd_grpc.prefill")
 
 
 class CallOutbox:
@@ -44,6 +46,17 @@ class CallOutbox:
         return item
 
 
+@dataclass
+class _Caller:
+    """Who called Prefill and for what, as the line of its failure needs it."""
+
+    request: prefill_pb2.PrefillRequest
+    context: Context
+    direct: bool
+    noted: bool = False
+    """Whether the end of its request has been."""
+
+
 class PrefillRuntime:
     """Runs a machine on the loop that makes it. `listeners` hear of every change of state."""
 
@@ -55,6 +68,7 @@ class PrefillRuntime:
         clock: Clock,
         spans: PrefillSpans,
         set_ready: Callable[[bool, str], None],
+        log: InstanceLog,
         peers: PeerFactory = DecodePeer,
     ) -> None:
         """`peers` makes what reaches one D."""
@@ -72,7 +86,9 @@ class PrefillRuntime:
         self._set_ready = set_ready
         self._make_peer = peers
         self._loop = asyncio.get_running_loop()
-        self._engine_thread = EngineThread()
+        self._failures = FailureLog(log)
+        self._links = LinkLog(log, machine.placement.pool)
+        self._engine_thread = EngineThread(log)
         self._driver: Driver[ev.Event, act.Action] = Driver(
             machine, clock, self._perform, before=self._trace
         )
@@ -82,6 +98,7 @@ class PrefillRuntime:
         self._bulk: BulkSender | None = None
         self._numbers = count(1)
         self._calls: dict[int, CallOutbox] = {}
+        self._callers: dict[int, _Caller] = {}
         self._peers: dict[str, DecodePeer] = {}
         self._shards: dict[str, set[str]] = {}
         self._closing: set[asyncio.Task[None]] = set()
@@ -95,11 +112,16 @@ class PrefillRuntime:
     # --- what comes in -------------------------------------------------------------------------
 
     def open_call(
-        self, request: prefill_pb2.PrefillRequest, budget_s: float, context: Context
+        self,
+        request: prefill_pb2.PrefillRequest,
+        budget_s: float,
+        context: Context,
+        direct: bool = True,
     ) -> tuple[int, CallOutbox]:
-        """A Prefill call; the caller reports its end."""
+        """A Prefill call, of a router unless it is `direct`; the caller reports its end."""
         call, outbox = next(self._numbers), CallOutbox()
         self._calls[call] = outbox
+        self._callers[call] = _Caller(request, context, direct)
         event = ev.PrefillCalled(call, request, budget_s)
         self._spans.called(event, context)
         self.feed(event)
@@ -109,6 +131,7 @@ class PrefillRuntime:
         """A Prefill call is gone; after its end that changes nothing."""
         del self._calls[call]
         self.feed(ev.PrefillCallEnded(call))
+        del self._callers[call]
 
     async def on_engine_thread(self, work: Callable[[], None]) -> None:
         """Do something between two steps."""
@@ -162,12 +185,14 @@ class PrefillRuntime:
                 self._note(action, now)
             else:
                 self._note_health(action)
+        self._links.look(now)
 
     def _to_caller(self, action: act.Emit | act.FinishCall | act.FailCall, now: float) -> None:
         if isinstance(action, act.FailCall):
             self._spans.refused(action.call, action.fault, now)
             for listener in self.fault_listeners:
                 listener(action.fault)
+            self._note_failure(action.call, action.fault)
         outbox = self._calls.get(action.call)
         if outbox is None:
             return
@@ -198,8 +223,21 @@ class PrefillRuntime:
         for listener in self.listeners:
             listener(change)
         if change.fault is not None:
-            extra = {"transfer_id": change.key.transfer_id, "attempt": change.key.attempt}
-            log.warning("%s %s: %s", change.key, change.after.name, change.fault, extra=extra)
+            self._note_failure(change.call, change.fault)
+
+    def _note_failure(self, call: int, fault: Fault) -> None:
+        """Once: of a request that was taken in at its change of state, else at the call's end."""
+        caller = self._callers.get(call)
+        if caller is None or caller.noted:
+            return
+        caller.noted = True
+        self._failures.note(
+            fault,
+            direct=caller.direct,
+            context=caller.context,
+            key=key_of(caller.request.ref),
+            request_id=caller.request.request_id,
+        )
 
     def _note_health(
         self,
@@ -216,7 +254,6 @@ class PrefillRuntime:
             if not self.machine.draining and self.machine.stuck is None:
                 self._set_ready(True, "")
         else:
-            log.error("not ready: %s", action.fault)
             self._set_ready(False, action.fault.message)
 
     def _peer(self, endpoint: str) -> DecodePeer:
@@ -241,6 +278,7 @@ class PrefillRuntime:
 
     def _forget(self, endpoint: str) -> None:
         """Close what reaches a D, once what is under way there has ended."""
+        self._links.forget(endpoint)
         peer = self._peers.pop(endpoint, None)
         if peer is not None:
             self._close(peer)
@@ -283,6 +321,7 @@ class PrefillRuntime:
     def _trace(self, event: ev.Event, now: float) -> None:
         for listener in self.event_listeners:
             listener(event, now)
+        self._links.heard(event)
         if isinstance(event, ev.AllocateAnswered):
             self._spans.allocated(event, now)
         elif isinstance(event, ev.KvAcked):

@@ -28,8 +28,10 @@ from pd_grpc.protocol.admin import AdminService, ChangeFeed
 from pd_grpc.protocol.clock import Clock, SystemClock
 from pd_grpc.protocol.config import PrefillConfig
 from pd_grpc.protocol.interception import Interceptors, Wire
+from pd_grpc.protocol.life_log import LifeLog
 from pd_grpc.protocol.refs import mint_epoch
 from pd_grpc.protocol.serving import ControlServer
+from pd_grpc.telemetry.instance_log import InstanceLog
 from pd_grpc.telemetry.instruments import Instruments
 from pd_grpc.telemetry.tracing import Tracing
 from pd_grpc.transport.inline_sender import InlineTransport
@@ -63,6 +65,7 @@ class PrefillServer:
     view: PrefillView
     changes: ChangeFeed
     engine: Engine
+    life: LifeLog
 
     @property
     def name(self) -> str:
@@ -98,6 +101,7 @@ class PrefillServer:
         assert block.blocks == [0], "the engine warms up on block 0"
         try:
             await self.control.start()
+            self.life.started("prefill", self.endpoint)
             await self.runtime.on_engine_thread(self.engine.warm_up)
         finally:
             block.release()
@@ -114,6 +118,7 @@ class PrefillServer:
         await asyncio.to_thread(self.bulk.stop)
         await self.runtime.stop()
         self.engine.close()
+        self.life.stopped()
 
 
 async def start_prefill(
@@ -137,13 +142,16 @@ async def start_prefill(
     instance = types_pb2.Instance(
         name=control.name, epoch=mint_epoch(clock), role=types_pb2.ROLE_PREFILL
     )
+    log = InstanceLog("prefill", instance.name)
+    life = LifeLog(log)
+    control.on_readiness = life.readiness
     pool = BlockPool(engine.memory.num_blocks)
     machine = PrefillMachine(config, instance, model_limits(engine), pool, engine.tokenizer())
     tracing = Tracing(clock, instance.name, "prefill", tracer_provider, config.traces_kept)
     instruments = Instruments(instance.name, meter_provider)
     wire.connect(tracing, instruments)
     runtime = PrefillRuntime(
-        machine, engine, config, clock, PrefillSpans(tracing), control.set_ready, peers
+        machine, engine, config, clock, PrefillSpans(tracing), control.set_ready, log, peers
     )
     transport = InlineTransport(
         engine.memory,
@@ -151,7 +159,9 @@ async def start_prefill(
             endpoint, config, config, compression=grpc.Compression.NoCompression
         ),
     )
-    bulk = BulkSender(engine.layout, transport, config.chunk_bytes, clock, runtime.feed_from_thread)
+    bulk = BulkSender(
+        engine.layout, transport, config.chunk_bytes, clock, runtime.feed_from_thread, log
+    )
     bulk.start()
     runtime.connect(bulk)
     changes = ChangeFeed()
@@ -168,7 +178,9 @@ async def start_prefill(
         PrefillInference(model_info(engine)), control.server
     )
     admin_pb2_grpc.add_AdminServiceServicer_to_server(AdminService(view, changes), control.server)
-    server = PrefillServer(instance, pool, machine, control, bulk, runtime, view, changes, engine)
+    server = PrefillServer(
+        instance, pool, machine, control, bulk, runtime, view, changes, engine, life
+    )
     try:
         await server.start()
     except BaseException:

@@ -9,6 +9,7 @@ import grpc.aio
 from pd_grpc.prefill.runtime import PrefillRuntime
 from pd_grpc.protocol import rpc
 from pd_grpc.protocol.config import Timeouts
+from pd_grpc.protocol.failures import called_directly
 from pd_grpc.protocol.faults import Fault, Reason
 from pd_grpc.telemetry.tracing import current_context
 from pd_grpc.v1 import inference_pb2, inference_pb2_grpc, prefill_pb2, prefill_pb2_grpc
@@ -25,8 +26,9 @@ class PrefillService(prefill_pb2_grpc.PrefillServiceServicer):
 
     async def Prefill(self, request: prefill_pb2.PrefillRequest, context: Context) -> None:
         budget_s = rpc.budget_of(context, self._timeouts)
+        direct = called_directly(context.invocation_metadata())
         parent = current_context()
-        call, outbox = self._runtime.open_call(request, budget_s, parent)
+        call, outbox = self._runtime.open_call(request, budget_s, parent, direct)
         try:
             while (message := await outbox.next()) is not None:
                 await context.write(message)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterable
 
 from opentelemetry.context import Context
 
@@ -46,6 +47,11 @@ _CLIENTS_OWN = frozenset(
 """Codes that a client sees for what is its own doing, its own time or an operator's will."""
 
 
+def called_directly(metadata: Iterable[tuple[str, str | bytes]] | None) -> bool:
+    """Whether a call with this metadata comes from no router of ours."""
+    return all(key != ROUTER_METADATA for key, _ in metadata or ())
+
+
 def noted_here(fault: Fault, direct: bool) -> bool:
     """Whether the line is this instance's to write; `direct` says that the client called it without
     a router of ours in between."""
@@ -69,24 +75,27 @@ class FailureLog:
         direct: bool,
         context: Context | None,
         key: TransferKey | None = None,
-        **fields: object,
+        request_id: str = "",
+        peer: str = "",
     ) -> None:
         """A request ends here by `fault`: at debug where the line is another's to write. `context`
-        is its trace's."""
+        is its trace's; `peer` the instance that the fault is of."""
         if noted_here(fault, direct):
             client = STATUS_TABLE[fault.reason].client
             level = logging.INFO if client in _CLIENTS_OWN else logging.WARNING
         else:
             level = logging.DEBUG
-        if key is not None:
-            fields["transfer_id"], fields["attempt"] = key
+        transfer_id, attempt = (None, None) if key is None else key
         self._log.note(
             Event.REQUEST_FAILED,
             "%s",
             fault.message,
             level=level,
+            transfer_id=transfer_id,
+            attempt=attempt,
+            request_id=request_id,
             trace_id=trace_id(context),
+            peer=peer,
             code=fault.code.name,
             reason=fault.reason.value,
-            **fields,
         )

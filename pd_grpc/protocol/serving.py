@@ -19,6 +19,7 @@ from pd_grpc.protocol import rpc
 from pd_grpc.protocol.config import ServerConfig
 from pd_grpc.protocol.faults import Fault, Reason
 from pd_grpc.protocol.interception import ServerInterceptor, Wire
+from pd_grpc.protocol.life_log import STOPPING
 
 _CHANNELZ = channelz_pb2.DESCRIPTOR.services_by_name["Channelz"].full_name
 
@@ -155,6 +156,8 @@ class ControlServer:
         self._port = 0
         self._ready = False
         self._reason = "starting"
+        self.on_readiness: Callable[[bool, str], None] = lambda ready, reason: None
+        """Hears whether it takes new requests, and why not, each time that is said."""
         self._changed = asyncio.Event()
         self._stopping = False
         self._publisher: asyncio.Task[None] | None = None
@@ -212,6 +215,7 @@ class ControlServer:
             return
         self._ready = ready
         self._reason = "" if ready else reason
+        self.on_readiness(ready, self._reason)
         self._changed.set()
 
     async def stop(self, grace_s: float) -> None:
@@ -219,7 +223,7 @@ class ControlServer:
 
         Returns when the last handler has cleaned up.
         """
-        self.set_ready(False, "stopping")
+        self.set_ready(False, STOPPING)
         self._stopping = True
         self._changed.set()
         if self._publisher is not None:

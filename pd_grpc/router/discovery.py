@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -23,6 +22,8 @@ from pd_grpc.protocol.faults import Reason
 from pd_grpc.protocol.interception import Wire
 from pd_grpc.router.intake import Limits
 from pd_grpc.router.policies import Target, no_instance
+from pd_grpc.telemetry.instance_log import InstanceLog
+from pd_grpc.telemetry.log_events import Event
 from pd_grpc.v1 import (
     admin_pb2,
     admin_pb2_grpc,
@@ -31,8 +32,6 @@ from pd_grpc.v1 import (
     prefill_pb2_grpc,
     types_pb2,
 )
-
-_log = logging.getLogger("pd_grpc.router.discovery")
 
 _SERVICES = {
     types_pb2.ROLE_PREFILL: "pd_grpc.v1.PrefillService",
@@ -89,10 +88,12 @@ class Discovery:
         self,
         config: RouterConfig,
         on_change: Callable[[], None],
+        log: InstanceLog,
         wire: Wire | None = None,
     ) -> None:
         self._config = config
         self._on_change = on_change
+        self._log = log
         self._wire = wire or Wire()
         self._changed = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
@@ -114,7 +115,7 @@ class Discovery:
             for view in self._instances
         }
         for task in self._tasks:
-            task.add_done_callback(_report)
+            task.add_done_callback(self._report)
 
     async def stop(self) -> None:
         """Stop watching and close every channel."""
@@ -267,29 +268,31 @@ class Discovery:
             actual = types_pb2.Role.Name(instance.role).removeprefix("ROLE_").lower()
             raise _NotUsable(f"{instance.name} is a {actual} instance, not a {view.role_name} one")
         if view.epoch and view.epoch != instance.epoch:
-            _log.info("restarted", extra={"instance": instance.name, "peer": view.endpoint})
+            text = "%s instance at %s was restarted"
+            peer = instance.name
+            self._log.note(Event.PEER_RESTARTED, text, view.role_name, view.endpoint, peer=peer)
         view.name, view.epoch, view.model = instance.name, instance.epoch, model
 
     def _set(self, view: InstanceView, ready: bool, reason: str) -> None:
         if view.ready != ready or view.reason != reason:
-            extra = {"instance": view.name, "peer": view.endpoint}
+            event = Event.PEER_READY if ready else Event.PEER_NOT_READY
             state = "ready" if ready else f"not ready: {reason}"
-            _log.info("%s instance %s", view.role_name, state, extra=extra)
+            text, peer = "%s instance at %s is %s", view.name or view.endpoint
+            self._log.note(event, text, view.role_name, view.endpoint, state, peer=peer)
         view.ready, view.reason = ready, reason
         self._changed.set()
         self._changed = asyncio.Event()
         self._on_change()
 
+    def _report(self, task: asyncio.Task[None]) -> None:
+        """A watcher ends only when it is told to; anything else is a defect to be seen."""
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self._log.note(Event.DEFECT, "%s failed", task.get_name(), error=error)
+
 
 def _least(limits: Iterable[int]) -> int:
     """The least of the limits that are told; 0 when none is."""
     return min((limit for limit in limits if limit), default=0)
-
-
-def _report(task: asyncio.Task[None]) -> None:
-    """A watcher ends only when it is told to; anything else is a defect to be seen."""
-    if not task.cancelled() and (error := task.exception()) is not None:
-        _log.error("%s failed", task.get_name(), exc_info=error)
 
 
 MISTAKEN_IDENTITY = frozenset({Reason.WRONG_INSTANCE, Reason.STALE_EPOCH})

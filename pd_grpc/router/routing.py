@@ -11,12 +11,15 @@ from pd_grpc.router.discovery import Discovery
 from pd_grpc.router.in_flight import InFlight
 from pd_grpc.router.policies import LeastLoad
 from pd_grpc.router.recovery import Recovery
+from pd_grpc.telemetry.instance_log import InstanceLog
 
 
 @dataclass(frozen=True)
 class Routing:
-    """What all requests of one router share."""
+    """What all requests of one router share; `name` is the router's."""
 
+    name: str
+    log: InstanceLog
     config: RouterConfig
     clock: Clock
     tokenizer: Tokenizer

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import Callable, Coroutine
 from typing import Any
 
@@ -11,13 +10,14 @@ from opentelemetry.trace import Span
 
 from pd_grpc.engine.stopping import Finish as How
 from pd_grpc.engine.stopping import StopRule
+from pd_grpc.protocol.failures import ROUTER_METADATA
 from pd_grpc.protocol.faults import Fault, Reason
 from pd_grpc.protocol.messages import duration
 from pd_grpc.protocol.refs import TransferKey, mint_id
 from pd_grpc.router.intake import RoutableRequest
 from pd_grpc.router.legs import AttemptLegs
+from pd_grpc.router.machine import INSTANCE, Fail, Finish, Leg, RoutingTimes
 from pd_grpc.router.machine import Action as AttemptAction
-from pd_grpc.router.machine import Fail, Finish, Leg, RoutingTimes
 from pd_grpc.router.outbox import Outbox
 from pd_grpc.router.policies import Pairing
 from pd_grpc.router.recovery import FIRST_ATTEMPT, Action, Begin, RecoveringRequest, Seek
@@ -25,10 +25,9 @@ from pd_grpc.router.routing import Routing
 from pd_grpc.router.suspects import Blame
 from pd_grpc.router.timing import AnswerTimes
 from pd_grpc.telemetry import names
+from pd_grpc.telemetry.log_events import Event
 from pd_grpc.telemetry.tracing import Tracing, inject, trace_id
 from pd_grpc.v1 import admin_pb2, inference_pb2, types_pb2
-
-_log = logging.getLogger("pd_grpc.router.runtime")
 
 
 class RoutedCall:
@@ -55,12 +54,7 @@ class RoutedCall:
         self._times = times
         self._tracing = tracing
         self._span = span
-        self._metadata = inject(context)
-        self._log_fields = {
-            "transfer_id": self._transfer_id,
-            "request_id": request.request_id,
-            "trace_id": trace_id(context),
-        }
+        self._metadata = [*inject(context), (ROUTER_METADATA, routing.name)]
         self._machine = RecoveringRequest(
             pairing,
             RoutingTimes(config.grace_s, config.settle_s),
@@ -218,8 +212,8 @@ class RoutedCall:
             names.ATTR_ERROR_TYPE: begin.fault.reason.value,
         }
         self._tracing.event(self._span, names.EVENT_RECOVERY, attributes=told)
-        extra = {**self._log_fields, "attempt": begin.attempt, "reason": begin.fault.reason.value}
-        _log.info("%s elsewhere: %s", begin.kind.value, begin.fault.message, extra=extra)
+        text = f"{begin.kind.value} elsewhere: {begin.fault.message}"
+        self._note(Event.REQUEST_ELSEWHERE, text, begin.fault)
         self._routing.in_flight.changed(self)
 
     def _seek(self, blame: Blame) -> None:
@@ -352,9 +346,26 @@ class RoutedCall:
         self._tasks.discard(task)
         if task.cancelled() or (error := task.exception()) is None:
             return
-        _log.error("a request failed of the router", exc_info=error, extra=self._log_fields)
         fault = Fault(Reason.ENGINE_ERROR, f"the router failed: {type(error).__name__}")
+        self._note(Event.DEFECT, "a request failed of the router", fault, error)
         self._perform(self._machine.on_fault(fault, self._now()))
+
+    def _note(
+        self, event: Event, text: str, fault: Fault, error: BaseException | None = None
+    ) -> None:
+        transfer_id, attempt = self.key
+        self._routing.log.note(
+            event,
+            "%s",
+            text,
+            error=error,
+            transfer_id=transfer_id,
+            attempt=attempt,
+            request_id=self._request.request_id,
+            trace_id=trace_id(Tracing.context(self._span)),
+            peer=fault.metadata.get(INSTANCE, ""),
+            reason=fault.reason.value,
+        )
 
     def _now(self) -> float:
         return self._routing.clock.now()

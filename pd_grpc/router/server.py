@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import math
 
 from opentelemetry.metrics import MeterProvider
@@ -15,6 +14,7 @@ from pd_grpc.protocol.admin import AdminService, ChangeFeed
 from pd_grpc.protocol.clock import Clock, SystemClock
 from pd_grpc.protocol.config import RouterConfig
 from pd_grpc.protocol.interception import Interceptors, Wire
+from pd_grpc.protocol.life_log import DRAINING, LifeLog
 from pd_grpc.protocol.refs import mint_epoch
 from pd_grpc.protocol.serving import ControlServer
 from pd_grpc.router.admin import RouterAdmin
@@ -27,11 +27,10 @@ from pd_grpc.router.recovery_metrics import RecoveryMetrics
 from pd_grpc.router.retry_budget import RetryBudget
 from pd_grpc.router.routing import Routing
 from pd_grpc.router.service import RouterService, the_router_leaves
+from pd_grpc.telemetry.instance_log import InstanceLog
 from pd_grpc.telemetry.instruments import Instruments
 from pd_grpc.telemetry.tracing import Tracing
 from pd_grpc.v1 import admin_pb2_grpc, inference_pb2_grpc, types_pb2
-
-_log = logging.getLogger("pd_grpc.router.server")
 
 SERVICES = ("pd_grpc.v1.InferenceService", "pd_grpc.v1.AdminService")
 
@@ -56,6 +55,9 @@ class RouterServer:
         self.instance = types_pb2.Instance(
             name=self._control.name, epoch=mint_epoch(clock), role=types_pb2.ROLE_ROUTER
         )
+        log = InstanceLog("router", self.instance.name)
+        self._life = LifeLog(log)
+        self._control.on_readiness = self._life.readiness
         self._changes = ChangeFeed()
         self.in_flight = InFlight(config, clock, self._changes)
         self._tracing = Tracing(
@@ -63,8 +65,10 @@ class RouterServer:
         )
         instruments = Instruments(self.instance.name, meter_provider)
         wire.connect(self._tracing, instruments)
-        self.discovery = Discovery(config, self._update_readiness, wire)
+        self.discovery = Discovery(config, self._update_readiness, log, wire)
         self.routing = Routing(
+            self.instance.name,
+            log,
             config,
             clock,
             tokenizer,
@@ -115,6 +119,7 @@ class RouterServer:
     async def start(self) -> None:
         """Serve, and look for the instances. PortInUse if the port is taken."""
         await self._control.start()
+        self._life.started("router", self.endpoint)
         self._update_readiness()
         self.discovery.start()
 
@@ -128,8 +133,7 @@ class RouterServer:
         if self._draining is not None:
             self._draining.cancel()
         self.service.draining = self._admin.draining = True
-        self._control.set_ready(False, "draining")
-        _log.info("draining for at most %g s", grace_s, extra={"instance": self.name})
+        self._control.set_ready(False, DRAINING)
         self._drain_ends = ends
         self._draining = asyncio.create_task(self._drain(grace_s), name="drain")
         return len(self.in_flight)
@@ -146,6 +150,7 @@ class RouterServer:
         self._changes.close()
         await self._control.stop(0)
         await self.discovery.stop()
+        self._life.stopped()
 
     async def _drain(self, grace_s: float) -> None:
         idle = asyncio.create_task(self.in_flight.idle())

@@ -6,7 +6,6 @@ Seam: an OpenAI-compatible front calls `RouterService.route` with a GenerateRequ
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any, TypeAlias
 
@@ -15,19 +14,19 @@ from opentelemetry.context import Context
 from opentelemetry.trace import Span
 
 from pd_grpc.protocol import rpc
+from pd_grpc.protocol.failures import FailureLog
 from pd_grpc.protocol.faults import Fault, Reason, stage_deadline
 from pd_grpc.protocol.refs import mint_id
 from pd_grpc.router.intake import RoutableRequest, check_shape, fit, tokenize
+from pd_grpc.router.machine import INSTANCE
 from pd_grpc.router.metrics import RouterMetrics
 from pd_grpc.router.policies import pair
 from pd_grpc.router.routing import Routing
 from pd_grpc.router.runtime import RoutedCall
 from pd_grpc.router.timing import AnswerTimes
 from pd_grpc.telemetry import names
-from pd_grpc.telemetry.tracing import Tracing, current_context, trace_id
+from pd_grpc.telemetry.tracing import Tracing, current_context
 from pd_grpc.v1 import inference_pb2, inference_pb2_grpc, types_pb2
-
-_log = logging.getLogger("pd_grpc.router.service")
 
 ServicerContext: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 Write = Callable[[inference_pb2.GenerateResponse], Awaitable[None]]
@@ -40,6 +39,7 @@ class RouterService(inference_pb2_grpc.InferenceServiceServicer):
         self._routing = routing
         self._tracing = tracing
         self._metrics = metrics
+        self._failures = FailureLog(routing.log)
         self.draining = False
         self._left: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
@@ -88,15 +88,17 @@ class RouterService(inference_pb2_grpc.InferenceServiceServicer):
             fault = None
         except Fault as raised:
             fault = raised
-            extra = {
-                "request_id": request_id,
-                "trace_id": trace_id(Tracing.context(span)),
-                "code": fault.code.name,
-                "reason": fault.reason.value,
-            }
-            _log.info("request failed", extra=extra)
             raise
         finally:
+            if fault is not None:
+                self._failures.note(
+                    fault,
+                    direct=True,
+                    context=Tracing.context(span),
+                    key=times.key,
+                    request_id=request_id,
+                    peer=fault.metadata.get(INSTANCE, ""),
+                )
             self._tracing.end(span, error=_error(fault))
             now = self._routing.clock.now()
             self._metrics.ended(times, _operation(request), self._model(), fault, now)
@@ -147,6 +149,7 @@ class RouterService(inference_pb2_grpc.InferenceServiceServicer):
             left = budget_ends - routing.clock.now() + rpc.STATUS_READ_S
             await rpc.write_within(_write_all(call, write), left)
         finally:
+            times.key = call.key
             await call.close()
             tracing.end(route, error=_error(_CLIENT_GONE))  # Unless the legs were opened.
 

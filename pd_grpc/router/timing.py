@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from pd_grpc.protocol.messages import duration, seconds
+from pd_grpc.protocol.refs import TransferKey
 from pd_grpc.v1 import types_pb2
 
 _OF_PREFILL = ("queue", "prepare", "allocate", "compute", "exposed_send")
@@ -17,7 +18,8 @@ class AnswerTimes:
     No clock is shared between machines, so `first_token` is what is left of the time to first token
     as the router measured it once route and P's queue, prepare and compute are taken away: P's
     sending, D's passing on, and both network legs. The stages so add up to the time to first token;
-    if P reported more time than passed here, `first_token` is 0 and the sum shows it.
+    if P reported more time than passed here, `first_token` is 0 and the sum shows it. `key` is the
+    request's transfer, with its last attempt, once it has ended.
     """
 
     accepted: float
@@ -26,6 +28,7 @@ class AnswerTimes:
     second_token_at: float | None = None
     last_token_at: float | None = None
     tokens: int = 0
+    key: TransferKey | None = None
     prefill: types_pb2.Timings = field(default_factory=types_pb2.Timings)
 
     def came(self, tokens: int, now: float) -> bool:

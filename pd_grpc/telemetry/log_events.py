@@ -16,7 +16,7 @@ class Line:
     when: str
 
 
-_INFO, _WARNING, _ERROR = logging.INFO, logging.WARNING, logging.ERROR
+_DEBUG, _INFO, _WARNING, _ERROR = logging.DEBUG, logging.INFO, logging.WARNING, logging.ERROR
 _ALL, _P, _D, _ROUTER = "all", "prefill", "decode", "router"
 
 
@@ -53,6 +53,7 @@ class Event(enum.Enum):
     REQUEST_ELSEWHERE = Line(
         _INFO, _ROUTER, "a request that failed is tried again or goes on with other instances"
     )
+    RELEASE_UNHEARD = Line(_DEBUG, _P, "D could not be told that a transfer has ended")
     ENGINE_RAISED = Line(_ERROR, "prefill, decode", "the engine raised, with the traceback")
     DEFECT = Line(_ERROR, _ALL, "something raised that nobody foresaw, with the traceback")
     LINES_LEFT_OUT = Line(_WARNING, _ALL, "how many lines of one kind were not written")
