@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
-import logging
+import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 from opentelemetry.sdk.metrics import MeterProvider
 from opentelemetry.sdk.metrics.export import MetricReader, PeriodicExportingMetricReader
 from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace import TracerProvider
-from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter
+from opentelemetry.sdk.trace.export import BatchSpanProcessor
 
-_EXPORTERS = "opentelemetry.exporter.otlp.proto.grpc.exporter"
-_SIGNALS = ("traces", "metrics")
-_EXPORT_S = 3.0
-"""How long one batch is tried, and so how long a stop may wait for a collector that is away."""
+from pd_grpc.telemetry import otlp as sending
+
+STOP_S = 3.0
+"""How long a stop waits for a collector to take what is left."""
+
+Closer = Callable[[], object]
 
 
 @dataclass(frozen=True)
@@ -26,69 +29,94 @@ class Telemetry:
     meters: MeterProvider | None = None
     prometheus: str = ""
     """host:port at which Prometheus is answered; empty when it is not."""
-    closers: tuple[Callable[[], object], ...] = field(default=())
+    closers: tuple[Closer, ...] = field(default=())
+    """What ends exporting, after what is left; at the same time."""
+    stoppers: tuple[Closer, ...] = field(default=())
+    """What says that only what is left is exported from now on."""
+    leavers: tuple[Closer, ...] = field(default=())
+    """What ends exporting at once."""
 
     def shutdown(self) -> None:
-        """Export what is left and stop. Blocks while the collector is slow: not for a loop."""
-        for close in self.closers:
-            close()
+        """Export what is left, for `STOP_S` at most and not to a collector that is away, and stop.
+        Blocks: not for a loop."""
+        if not self.closers:
+            return
+        for stop in self.stoppers:
+            stop()
+        late = threading.Timer(STOP_S, self._leave)
+        late.start()
+        try:
+            with ThreadPoolExecutor(len(self.closers), "pd-telemetry") as pool:
+                for closing in [pool.submit(close) for close in self.closers]:
+                    closing.result()
+        finally:
+            late.cancel()
+            self._leave()
+
+    def _leave(self) -> None:
+        for leave in self.leavers:
+            leave()
 
 
 def make_telemetry(service: str, instance: str, otlp: str, prometheus: str) -> Telemetry:
     """Export to the collector at `otlp` (host:port, gRPC), and answer Prometheus at `prometheus`
     (host:port, 0 is any free port); "" is off.
 
-    Sampling follows the caller's decision and OpenTelemetry's own OTEL_TRACES_SAMPLER, the period
-    of metrics OTEL_METRIC_EXPORT_INTERVAL. A collector that cannot be reached is one line in the
-    log, and what it misses is dropped. RuntimeError names the extra to install when an exporter is
-    missing; OSError when Prometheus's port cannot be had.
+    Sampling follows the caller's decision and OpenTelemetry's own OTEL_TRACES_SAMPLER, the queue of
+    spans OTEL_BSP_MAX_QUEUE_SIZE, the period of metrics OTEL_METRIC_EXPORT_INTERVAL. A collector
+    that cannot be reached is one line in the log for each signal, and so is its return; what it
+    misses is dropped. RuntimeError names the extra to install when an exporter is missing; OSError
+    when Prometheus's port cannot be had.
     """
     resource = Resource.create({"service.name": service, "service.instance.id": instance})
     readers: list[MetricReader] = []
-    closers: list[Callable[[], object]] = []
+    closers: list[Closer] = []
+    stoppers: list[Closer] = []
+    leavers: list[Closer] = []
     tracers = None
     answering = ""
-    if otlp:
-        tracers = TracerProvider(resource=resource)
-        tracers.add_span_processor(BatchSpanProcessor(_span_exporter(otlp)))
-        closers.append(tracers.shutdown)
-        readers.append(_otlp_reader(otlp))
-        logging.getLogger(_EXPORTERS).addFilter(_once_each())
     if prometheus:
         reader, answering, close = _prometheus_reader(prometheus)
         readers.append(reader)
         closers.append(close)
+    if otlp:
+        spans, metrics = _exporters(otlp, instance)
+        processor = BatchSpanProcessor(spans)
+        tracers = TracerProvider(resource=resource)
+        tracers.add_span_processor(processor)
+        readers.append(PeriodicExportingMetricReader(metrics))
+        closers.append(tracers.shutdown)
+        stoppers += [spans.stop, metrics.stop]
+        leavers += [spans.shutdown, metrics.shutdown, sending.quiet(spans)]
     meters = MeterProvider(readers, resource=resource) if readers else None
     if meters is not None:
-        closers.insert(0, meters.shutdown)
-    return Telemetry(tracers, meters, answering, tuple(closers))
+        closers.append(meters.shutdown)
+    return Telemetry(tracers, meters, answering, tuple(closers), tuple(stoppers), tuple(leavers))
 
 
-def _span_exporter(otlp: str) -> SpanExporter:
+def _exporters(otlp: str, instance: str) -> tuple[sending.WatchedSpans, sending.WatchedMetrics]:
     try:
+        from opentelemetry.exporter.otlp.proto.grpc.metric_exporter import OTLPMetricExporter
         from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
     except ImportError as error:
         raise RuntimeError(_missing(f"sending spans to {otlp}", "otlp")) from error
-    return OTLPSpanExporter(endpoint=otlp, insecure=True, timeout=_EXPORT_S)
-
-
-def _otlp_reader(otlp: str) -> MetricReader:
-    from opentelemetry.exporter.otlp.proto.grpc.metric_exporter import OTLPMetricExporter
-
-    return PeriodicExportingMetricReader(
-        OTLPMetricExporter(endpoint=otlp, insecure=True, timeout=_EXPORT_S)
+    spans = OTLPSpanExporter(endpoint=otlp, insecure=True, timeout=sending.ATTEMPT_S)
+    metrics = OTLPMetricExporter(endpoint=otlp, insecure=True, timeout=sending.ATTEMPT_S)
+    return (
+        sending.WatchedSpans(spans, sending.Reach("spans", otlp, instance)),
+        sending.WatchedMetrics(metrics, sending.Reach("metrics", otlp, instance)),
     )
 
 
-def _prometheus_reader(endpoint: str) -> tuple[MetricReader, str, Callable[[], None]]:
+def _prometheus_reader(endpoint: str) -> tuple[MetricReader, str, Closer]:
     try:
         from opentelemetry.exporter.prometheus import PrometheusMetricReader
         from prometheus_client import CollectorRegistry, start_http_server
     except ImportError as error:
         raise RuntimeError(_missing(f"answering Prometheus at {endpoint}", "prometheus")) from error
+    host, _, port = endpoint.rpartition(":")
     registry = CollectorRegistry()
     reader = PrometheusMetricReader(registry=registry)
-    host, _, port = endpoint.rpartition(":")
     server, thread = start_http_server(int(port), host.strip("[]"), registry)
 
     def close() -> None:
@@ -101,19 +129,3 @@ def _prometheus_reader(endpoint: str) -> tuple[MetricReader, str, Callable[[], N
 
 def _missing(what: str, extra: str) -> str:
     return f"{what} needs an exporter: pip install 'pd-grpc[{extra}]'"
-
-
-def _once_each() -> Callable[[logging.LogRecord], bool]:
-    """Lets one line for spans and one for metrics through: a collector that is away would have
-    several for each batch."""
-    said: set[str] = set()
-
-    def fresh(record: logging.LogRecord) -> bool:
-        args = record.args if isinstance(record.args, tuple) else ()
-        signal = next((str(each) for each in args if each in _SIGNALS), str(record.msg))
-        if signal in said:
-            return False
-        said.add(signal)
-        return True
-
-    return fresh

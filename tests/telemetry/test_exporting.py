@@ -3,22 +3,18 @@
 from __future__ import annotations
 
 import builtins
-import logging
 import socket
 import urllib.request
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-import grpc
 import pytest
-from opentelemetry.proto.collector.metrics.v1 import metrics_service_pb2, metrics_service_pb2_grpc
-from opentelemetry.proto.collector.trace.v1 import trace_service_pb2, trace_service_pb2_grpc
 
 from pd_grpc.protocol.clock import ManualClock
 from pd_grpc.telemetry import names
 from pd_grpc.telemetry.exporting import Telemetry, make_telemetry
 from pd_grpc.telemetry.instruments import Instruments
 from pd_grpc.telemetry.tracing import Tracing
+from tests.telemetry.collector import Collector
 
 
 def free_port() -> int:
@@ -50,40 +46,17 @@ def test_a_missing_exporter_is_named_with_the_extra_that_brings_it(
         make_telemetry("pd-grpc", "p0", *where)
 
 
-class Collector:
-    """The receiving end of OTLP over gRPC; keeps what it is sent."""
-
-    def __init__(self, answer: type[Any]) -> None:
-        self.requests: list[Any] = []
-        self._answer = answer
-
-    def Export(self, request: Any, context: Any) -> Any:
-        self.requests.append(request)
-        return self._answer()
-
-
 def test_spans_and_metrics_reach_a_collector_with_the_name_of_the_instance() -> None:
-    spans = Collector(trace_service_pb2.ExportTraceServiceResponse)
-    metrics = Collector(metrics_service_pb2.ExportMetricsServiceResponse)
-    with ThreadPoolExecutor(2) as pool:
-        server = grpc.server(pool)
-        for collector, register in (
-            (spans, trace_service_pb2_grpc.add_TraceServiceServicer_to_server),
-            (metrics, metrics_service_pb2_grpc.add_MetricsServiceServicer_to_server),
-        ):
-            register(collector, server)  # type: ignore[no-untyped-call]
-        port = server.add_insecure_port("127.0.0.1:0")
-        server.start()
-        telemetry = make_telemetry("pd-grpc-prefill", "p0", f"127.0.0.1:{port}", "")
+    with Collector() as collector:
+        telemetry = make_telemetry("pd-grpc-prefill", "p0", collector.endpoint, "")
         tracing = Tracing(ManualClock(), "p0", "prefill", telemetry.tracers)
         tracing.end(tracing.start(names.SPAN_QUEUE))
         Instruments("d0", telemetry.meters).counter(names.METRIC_REFUSALS).add(
             2, {"reason": "NO_BLOCKS"}
         )
         telemetry.shutdown()
-        server.stop(None).wait(10)
-    (sent,) = spans.requests[0].resource_spans
-    (measured,) = metrics.requests[-1].resource_metrics
+    (sent,) = collector.spans.taken[0].resource_spans
+    (measured,) = collector.metrics.taken[-1].resource_metrics
     for each in (sent, measured):
         resource = {a.key: a.value.string_value for a in each.resource.attributes}
         assert resource["service.name"] == "pd-grpc-prefill"
@@ -92,20 +65,6 @@ def test_spans_and_metrics_reach_a_collector_with_the_name_of_the_instance() -> 
     (metric,) = measured.scope_metrics[0].metrics
     assert (metric.name, metric.unit) == ("pd.refusals", "{call}")
     assert metric.sum.data_points[0].as_int == 2
-
-
-def test_a_collector_that_is_away_is_one_line(caplog: pytest.LogCaptureFixture) -> None:
-    telemetry = make_telemetry("pd-grpc-decode", "d0", f"127.0.0.1:{free_port()}", "")
-    assert telemetry.tracers is not None
-    tracing = Tracing(ManualClock(), "d0", "decode", telemetry.tracers)
-    with caplog.at_level(logging.WARNING):
-        for _ in range(3):
-            tracing.end(tracing.start(names.SPAN_DECODE))
-            telemetry.tracers.force_flush(timeout_millis=3000)
-        telemetry.shutdown()
-    said = [r.getMessage() for r in caplog.records if r.name.startswith("opentelemetry.exporter")]
-    assert sum("traces" in line for line in said) == 1, said
-    assert sum("metrics" in line for line in said) <= 1, said
 
 
 def test_prometheus_is_answered_until_the_end() -> None:
