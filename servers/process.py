@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import atexit
+import logging
 import os
 import signal
 import sys
@@ -17,7 +18,9 @@ from pd_grpc.protocol.config import ServerConfig
 from pd_grpc.protocol.rpc import PortInUse
 from pd_grpc.servers.allocator import keep_freed_memory
 from pd_grpc.telemetry.exporting import Telemetry, make_telemetry
-from pd_grpc.telemetry.logs import configure_logging
+from pd_grpc.telemetry.logs import LOGGER, LineHandler, configure_logging
+
+_log = logging.getLogger(f"{LOGGER}.servers")
 
 EXIT_CONFIGURATION = 2
 EXIT_PORT_IN_USE = 3
@@ -73,11 +76,13 @@ def run(
     try:
         config = load_settings(settings, argv, os.environ)
         keep_freed_memory()
-        configure_logging(config.log_format, config.log_level)
+        lines = configure_logging(
+            config.log_format, config.log_level, instance=config.name or role, everyone=True
+        )
         telemetry = _telemetry(role, config)
         if telemetry.prometheus:
             _say(f"metrics {role} {config.name or role} {telemetry.prometheus}", sys.stdout)
-        return asyncio.run(_serve(role, config, telemetry, start))
+        return asyncio.run(_serve(role, config, telemetry, lines, start))
     except (SettingsError, ModelError) as error:
         print(f"pd-grpc serve {role}: {error}", file=sys.stderr)
         return EXIT_CONFIGURATION
@@ -98,8 +103,8 @@ def _telemetry(role: str, config: ServerConfig) -> Telemetry:
 
 
 def progress(line: str) -> None:
-    """Say on standard error what takes long."""
-    _say(line, sys.stderr)
+    """Say in the log what takes long."""
+    _log.info("%s", line)
 
 
 def _say(line: str, stream: TextIO) -> None:
@@ -137,6 +142,7 @@ async def _serve(
     role: str,
     config: C,
     telemetry: Telemetry,
+    lines: LineHandler,
     start: Callable[[C, Telemetry], Awaitable[Server]],
 ) -> int:
     signals = asked, insisted, forced = asyncio.Event(), asyncio.Event(), asyncio.Event()
@@ -155,6 +161,7 @@ async def _serve(
         # Loading cannot be interrupted; nothing is in flight yet.
         os._exit(0)
     server = starting.result()
+    lines.instance = server.name
     _say(f"ready {role} {server.name} {server.endpoint}", sys.stdout)
     await _first_of(server.drained(), asked.wait())
     if asked.is_set():
@@ -166,7 +173,7 @@ async def _serve(
     in_time = asyncio.wait({stopping}, timeout=config.call_s + STOP_MARGIN_S)
     if not await _first_of(in_time, forced.wait()) or not stopping.done():
         # A step of the engine that hangs cannot be ended otherwise.
-        progress(f"pd-grpc serve {role}: not waiting any longer for what hangs")
+        _log.warning("not waiting any longer for what hangs")
         os._exit(EXIT_FORCED)
     stopping.result()
     await asyncio.to_thread(telemetry.shutdown)
