@@ -9,7 +9,8 @@ from types import FrameType
 
 from pd_grpc.cli.cluster import ClusterError, ClusterPlan, LocalCluster
 from pd_grpc.cli.console import describe, progress, say_error, stdout
-from pd_grpc.cli.waterfall import time_to_first_token_ms, waterfall
+from pd_grpc.cli.span_tree import span_tree, sums
+from pd_grpc.cli.trace import fetch_answered
 from pd_grpc.client import Answer, Client, Fault, TransportFault
 
 MUST_HOLD = ("What is the capital of France?", "Paris")
@@ -19,7 +20,10 @@ OTHERS = (
 )
 _MAX_TOKENS = 64
 _DEADLINE_S = 120.0
+_TRACES_KEPT = ("--traces-kept", "16")
 _INTERRUPTED = 130
+
+PLAN = ClusterPlan(flags=_TRACES_KEPT, router_flags=_TRACES_KEPT)
 
 
 def main() -> int:
@@ -29,15 +33,15 @@ def main() -> int:
     try:
         with contextlib.ExitStack() as stack:
             with progress("starting 1 router, 1 prefill and 1 decode server") as tell:
-                cluster = stack.enter_context(LocalCluster(ClusterPlan(), tell))
+                cluster = stack.enter_context(LocalCluster(PLAN, tell))
             for name, pid in cluster.processes.items():
                 stdout.print(f"{name}: process {pid}")
             client = stack.enter_context(Client(cluster.router_endpoint))
             question, expected = MUST_HOLD
-            answer = ask(client, question)
+            answer, trace_id = ask(client, question)
             for other in OTHERS:
                 ask(client, other)
-            show(question, answer)
+            show(question, answer, cluster.router_endpoint, trace_id)
             if expected not in answer.text:
                 say_error(f"the answer to {question!r} does not contain {expected!r}")
                 return 1
@@ -52,8 +56,8 @@ def main() -> int:
         return _INTERRUPTED
 
 
-def ask(client: Client, question: str) -> Answer:
-    """Ask and stream the answer to the terminal."""
+def ask(client: Client, question: str) -> tuple[Answer, str]:
+    """Ask and stream the answer to the terminal; the answer, and the id of its trace."""
     stdout.print(f"\n[bold]{question}[/]")
     answer = Answer()
     with client.generate(
@@ -66,24 +70,24 @@ def ask(client: Client, question: str) -> Answer:
             answer.add(chunk)
             print(chunk.text, end="", flush=True)
     print(flush=True)
-    return answer
+    return answer, generation.trace_id
 
 
-def show(question: str, answer: Answer) -> None:
+def show(question: str, answer: Answer, router: str, trace_id: str) -> None:
     """Where the time of one request went."""
     end = answer.end
     assert end is not None, "an answer without a last message ends with an error"
-    first, total = time_to_first_token_ms(end.timings_ms), end.timings_ms["total"]
     stdout.print(f"\n[bold]Where the time of {question!r} went[/]")
     stdout.print(
         f"prefilled by {end.prefill_instance} ({end.prompt_tokens} tokens), "
         f"decoded by {end.decode_instance} ({end.completion_tokens} tokens)"
     )
-    stdout.print(waterfall(end.timings_ms))
-    stdout.print(f"first token after {first:.1f} ms, whole answer after {total:.1f} ms")
-    if end.completion_tokens > 1 and total > first:
-        rate = (end.completion_tokens - 1) / (total - first) * 1000
-        stdout.print(f"{rate:.1f} tokens a second after the first")
+    if spans := fetch_answered(router, trace_id):
+        stdout.print(span_tree(spans))
+        stdout.print("* the answer waited for it")
+        for line in sums(spans):
+            stdout.print(line)
+    stdout.print(f"whole answer after {end.timings_ms['total']:.1f} ms")
 
 
 def _interrupt(signum: int, frame: FrameType | None) -> None:

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Sequence
 from typing import Any
 
-import grpc
 import typer
 
 from pd_grpc.cli import trace
 from pd_grpc.cli.console import EXIT_FAILED, Endpoint, describe, refuse, say_error
 from pd_grpc.client import Answer, Client, Fault, Generation, Options, RequestError, TransportFault
-from pd_grpc.protocol import rpc
 from pd_grpc.v1 import admin_pb2
 
 _STOP: list[str] = typer.Option([], help="A string that ends the answer; may be repeated.")
@@ -59,19 +58,18 @@ def generate(
     if not text:
         refuse("the prompt is empty")
     prompt: dict[str, Any] = {"text": text} if raw else {"messages": [("user", text)]}
+    trace_id = ""
     try:
         with (
             Client(endpoint) as client,
             client.generate(**prompt, timeout_s=deadline, **options) as generation,
         ):
-            try:
-                answer = _stream(generation, quiet=as_json)
-            finally:
-                spans = _spans(endpoint, generation.trace_id) if with_trace else []
-                if spans and not as_json:
-                    trace.show(spans)
+            trace_id = generation.trace_id
+            answer = _stream(generation, quiet=as_json)
     except (Fault, TransportFault) as error:
         say_error(describe(error, endpoint))
+        if with_trace and trace_id:
+            _show_trace(endpoint, trace_id)
         raise typer.Exit(EXIT_FAILED) from error
     except RequestError as error:
         named = _GIVEN_AS.get(error.field, "--" + error.field.replace("_", "-"))
@@ -79,14 +77,20 @@ def generate(
     except KeyboardInterrupt:
         raise typer.Exit(EXIT_INTERRUPTED) from None
     if as_json:
-        found = as_object(answer, generation)
+        spans = trace.fetch_answered(endpoint, trace_id)
+        found = as_object(answer, generation, spans)
         if with_trace:
             found["spans"] = trace.as_objects(spans)
         print(json.dumps(found, ensure_ascii=False))
+    elif with_trace:
+        _show_trace(endpoint, trace_id)
 
 
-def as_object(answer: Answer, generation: Generation) -> dict[str, Any]:
-    """What `--json` prints; timings in milliseconds."""
+def as_object(
+    answer: Answer, generation: Generation, spans: Sequence[admin_pb2.Span]
+) -> dict[str, Any]:
+    """What `--json` prints; times in milliseconds. Of servers that keep no traces `waterfall` is
+    empty."""
     end = answer.end
     assert end is not None, "an answer without a last message ends with an error"
     return {
@@ -99,6 +103,7 @@ def as_object(answer: Answer, generation: Generation) -> dict[str, Any]:
             "cached_tokens": end.cached_tokens,
         },
         "timings": {name: round(value, 3) for name, value in end.timings_ms.items()},
+        "waterfall": trace.waterfall(spans),
         "prefill_instance": end.prefill_instance,
         "decode_instance": end.decode_instance,
         "request_id": generation.request_id,
@@ -106,13 +111,10 @@ def as_object(answer: Answer, generation: Generation) -> dict[str, Any]:
     }
 
 
-def _spans(endpoint: str, trace_id: str) -> list[admin_pb2.Span]:
-    """Where the time went; none, with a word, where the servers do not tell."""
-    try:
-        return trace.fetch(endpoint, trace_id, ended=True)
-    except grpc.RpcError as error:
-        say_error(f"no trace: {describe(rpc.read_error(error), endpoint)}")
-        return []
+def _show_trace(endpoint: str, trace_id: str) -> None:
+    """Where the time went; a word, where the servers do not tell."""
+    if spans := trace.fetch_answered(endpoint, trace_id):
+        trace.show(spans)
 
 
 def _stream(generation: Generation, quiet: bool) -> Answer:

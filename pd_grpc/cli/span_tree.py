@@ -2,70 +2,61 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from rich.text import Text
 
 from pd_grpc.protocol.messages import seconds
+from pd_grpc.protocol.span_messages import read_spans
 from pd_grpc.telemetry import names
+from pd_grpc.telemetry.partition import Work, partition, requests, whole_of
 from pd_grpc.v1 import admin_pb2
 
 _WIDTH = 44
-_CRITICAL = frozenset(
-    {
-        names.SPAN_ROUTE,
-        names.SPAN_QUEUE,
-        names.SPAN_PREPARE,
-        names.SPAN_COMPUTE,
-        names.SPAN_FIRST_TOKEN,
-        names.SPAN_DECODE,
-    }
-)
-"""They follow one another from the client's call to the last token; the others lie beside them."""
 
 
 class Row(NamedTuple):
-    """A span's line; times in ms from the beginning of the trace."""
+    """A span's line; times in ms from the beginning of the first one shown. `critical` says whether
+    the answer waited for it."""
 
     span: admin_pb2.Span
     depth: int
     start_ms: float
     length_ms: float
-
-    @property
-    def critical(self) -> bool:
-        """Whether the answer would have come sooner without it."""
-        return self.span.name in _CRITICAL
+    critical: bool
 
 
-def rows(spans: Sequence[admin_pb2.Span]) -> list[Row]:
-    """Every span once, the parts of one behind it in the order of their beginning. One whose whole
-    is not known here stands at the left."""
-    began = min(span.start.ToNanoseconds() for span in spans)
-    known = {span.span_id for span in spans}
-    parts: dict[str, list[admin_pb2.Span]] = {}
-    for span in sorted(spans, key=lambda each: each.start.ToNanoseconds()):
-        parts.setdefault(span.parent_id if span.parent_id in known else "", []).append(span)
+def rows(spans: Sequence[admin_pb2.Span], calls: bool = False) -> list[Row]:
+    """Every span once, the parts of one behind it in the order of their beginning; with `calls`
+    those of the RPCs too. One whose whole is not known here stands at the left."""
+    works = read_spans(spans)
+    critical = {span.span_id for each in requests(works) for span in partition(each).critical}
+    shown = [span for span, work in zip(spans, works, strict=True) if calls or work.ours]
+    if not shown:
+        return []
+    began = min(span.start.ToNanoseconds() for span in shown)
+    parts = _parts(works, shown, calls)
 
     def walk(whole: str, depth: int) -> Iterator[Row]:
         for span in parts.pop(whole, ()):
             at_ms = (span.start.ToNanoseconds() - began) / 1e6
-            yield Row(span, depth, at_ms, seconds(span.duration) * 1000)
+            length_ms = seconds(span.duration) * 1000
+            yield Row(span, depth, at_ms, length_ms, span.span_id in critical)
             yield from walk(span.span_id, depth + 1)
 
     return list(walk("", 0))
 
 
-def span_tree(spans: Sequence[admin_pb2.Span]) -> Text:
+def span_tree(spans: Sequence[admin_pb2.Span], calls: bool = False) -> Text:
     """Lines with one bar per span, all on one time axis; `*` marks the critical path. No line ends
     with blanks."""
-    lines = rows(spans)
-    end = max(row.start_ms + row.length_ms for row in lines) or 1.0
+    lines = rows(spans, calls)
+    end = max((row.start_ms + row.length_ms for row in lines), default=0.0) or 1.0
     labels = ["  " * row.depth + row.span.name for row in lines]
-    name = max(map(len, labels))
-    who = max(len(row.span.instance) for row in lines)
-    number = max(*(len(f"{row.length_ms:.1f}") for row in lines), len("ms"))
+    name = max(map(len, ["span", *labels]))
+    who = max(len(each) for each in ["of", *(row.span.instance for row in lines)])
+    number = max(len(each) for each in ["ms", *(f"{row.length_ms:.1f}" for row in lines)])
     found = [Text(f"  {'span':<{name}}  {'of':<{who}}  {'ms':>{number}}", style="bold")]
     for label, row in zip(labels, lines, strict=True):
         mark = "*" if row.critical else " "
@@ -81,3 +72,43 @@ def span_tree(spans: Sequence[admin_pb2.Span]) -> Text:
             line.append(f" {row.span.outcome}", style=style)
         found.append(line)
     return Text("\n", no_wrap=True).join(found)
+
+
+def sums(spans: Sequence[admin_pb2.Span]) -> list[str]:
+    """For each request of the trace, a line on what its first token and its second waited for.
+    `between` is what belongs to no stage: what the calls themselves took."""
+    found = []
+    for each in requests(read_spans(spans)):
+        told = partition(each)
+        if told.to_first_s is not None:
+            found.append(_sum("first token after", told.to_first_s, told.stages, told.between_s))
+        if told.to_second_s is not None and told.behind is not None:
+            between_s = told.between_second_s
+            found.append(
+                _sum("second token behind it by", told.to_second_s, told.behind, between_s)
+            )
+    return found
+
+
+def _sum(what: str, whole_s: float, parts: Mapping[str, float], between_s: float | None) -> str:
+    terms = [f"{name} {part_s * 1000:.1f}" for name, part_s in parts.items()]
+    if between_s is not None:
+        terms.append(f"between {between_s * 1000:.1f}")
+    return f"{what} {whole_s * 1000:.1f} ms: {', '.join(terms)}"
+
+
+def _parts(
+    works: Sequence[Work], shown: Sequence[admin_pb2.Span], calls: bool
+) -> dict[str, list[admin_pb2.Span]]:
+    """What is shown, by the id of the span below which it stands."""
+    known = {work.span_id: work for work in works}
+    request_of = {w.transfer_id: w for w in works if w.name == names.SPAN_REQUEST and w.transfer_id}
+    parts: dict[str, list[admin_pb2.Span]] = {}
+    for span in sorted(shown, key=lambda each: each.start.ToNanoseconds()):
+        work = known[span.span_id]
+        whole = known.get(work.parent_id) if calls else whole_of(work, known)
+        if whole is None and work.name != names.SPAN_REQUEST:
+            # The calls between may not have been kept.
+            whole = request_of.get(work.transfer_id)
+        parts.setdefault("" if whole is None else whole.span_id, []).append(span)
+    return parts

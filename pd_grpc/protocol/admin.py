@@ -26,6 +26,9 @@ MAX_RELEASE_REASON_CHARS = 256
 WATCH_QUEUE = 1024
 """Changes kept for one slow reader of WatchTransfers."""
 
+TRACES_KEPT = "traces_kept"
+"""The setting that says how many traces an instance keeps, and that of a trace not found."""
+
 Context = grpc.aio.ServicerContext[Any, Any]
 
 
@@ -229,13 +232,14 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
         if errors := transfer_id_errors(request.id, "id"):
             await rpc.abort(context, bad_request(errors))
         spans = self._view.spans(request.id)
+        kept = int(self._view.server_info().settings.get(TRACES_KEPT, "0"))
         if request.peers:
             trace_id = spans[0].trace_id if spans else request.id
             spans += await self._view.peer_spans(trace_id)
         if not spans:
-            await rpc.abort(context, _unknown_trace(request.id))
+            await rpc.abort(context, _unknown_trace(request.id, kept))
         spans.sort(key=lambda span: span.start.ToNanoseconds())
-        return admin_pb2.GetTraceResponse(spans=spans)
+        return admin_pb2.GetTraceResponse(spans=spans, traces_kept=kept)
 
     async def Drain(
         self, request: admin_pb2.DrainRequest, context: Context
@@ -293,6 +297,8 @@ def _unknown(transfer_id: str, attempt: int) -> Fault:
     return Fault(Reason.UNKNOWN_TRANSFER, f"no transfer {which} is known here")
 
 
-def _unknown_trace(wanted: str) -> Fault:
-    text = f"no trace of {wanted} is kept here; traces_kept says how many are"
-    return Fault(Reason.UNKNOWN_TRANSFER, text)
+def _unknown_trace(wanted: str, kept: int) -> Fault:
+    text = f"no trace of {wanted} is among the last {kept}, or it was not sampled"
+    if not kept:
+        text = f"no trace is kept here, of {wanted} or any other: {TRACES_KEPT} is 0"
+    return Fault(Reason.UNKNOWN_TRANSFER, text, {TRACES_KEPT: str(kept)})

@@ -1,4 +1,4 @@
-"""Spans as AdminService.GetTrace shows them."""
+"""Spans as AdminService.GetTrace shows them, and how those who asked read them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ from opentelemetry.sdk.trace import Event, ReadableSpan
 from opentelemetry.trace import format_span_id, format_trace_id
 from opentelemetry.util.types import AttributeValue
 
+from pd_grpc.protocol.messages import seconds
 from pd_grpc.telemetry import names
+from pd_grpc.telemetry.partition import Moment, Work
 from pd_grpc.v1 import admin_pb2
 
 _ELSEWHERE = frozenset({names.ATTR_INSTANCE, names.ATTR_ROLE, names.ATTR_OUTCOME})
@@ -18,6 +20,27 @@ _ELSEWHERE = frozenset({names.ATTR_INSTANCE, names.ATTR_ROLE, names.ATTR_OUTCOME
 def span_messages(spans: Iterable[ReadableSpan]) -> list[admin_pb2.Span]:
     """Ended spans, in their order."""
     return [_message(span) for span in spans]
+
+
+def read_spans(messages: Iterable[admin_pb2.Span]) -> list[Work]:
+    """What was told of them, in their order."""
+    return [
+        Work(
+            span.span_id,
+            span.parent_id,
+            span.name,
+            span.instance,
+            span.start.ToNanoseconds(),
+            seconds(span.duration),
+            span.outcome,
+            dict(span.attributes),
+            [
+                Moment(event.name, seconds(event.after), dict(event.attributes))
+                for event in span.events
+            ],
+        )
+        for span in messages
+    ]
 
 
 def _message(span: ReadableSpan) -> admin_pb2.Span:

@@ -267,10 +267,12 @@ class GetTraceRequest(_message.Message):
     def __init__(self, id: _Optional[str] = ..., peers: bool = ...) -> None: ...
 
 class GetTraceResponse(_message.Message):
-    __slots__ = ("spans",)
+    __slots__ = ("spans", "traces_kept")
     SPANS_FIELD_NUMBER: _ClassVar[int]
+    TRACES_KEPT_FIELD_NUMBER: _ClassVar[int]
     spans: _containers.RepeatedCompositeFieldContainer[Span]
-    def __init__(self, spans: _Optional[_Iterable[_Union[Span, _Mapping]]] = ...) -> None: ...
+    traces_kept: int
+    def __init__(self, spans: _Optional[_Iterable[_Union[Span, _Mapping]]] = ..., traces_kept: _Optional[int] = ...) -> None: ...
 
 class Span(_message.Message):
     __slots__ = ("trace_id", "span_id", "parent_id", "name", "instance", "role", "start", "duration", "outcome", "attributes", "events")

@@ -114,7 +114,8 @@ class AdminServiceServicer(object):
 
     def GetTrace(self, request, context):
         """The spans of one request, as far as this instance still has them. NOT_FOUND with
-        UNKNOWN_TRANSFER when it has none, for example because the request was not sampled.
+        UNKNOWN_TRANSFER when it has none, for example because the request was not sampled; its metadata
+        has `traces_kept` as GetTraceResponse does.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

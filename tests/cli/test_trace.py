@@ -8,7 +8,7 @@ from typing import Any
 
 from rich.console import Console
 
-from pd_grpc.cli.span_tree import rows, span_tree
+from pd_grpc.cli.span_tree import rows, span_tree, sums
 from pd_grpc.v1 import admin_pb2
 from tests.cli.running import pd_grpc
 from tests.cluster import cluster
@@ -16,7 +16,8 @@ from tests.cluster import cluster
 KEPT: dict[str, Any] = {"traces_kept": 16, "router_settings": {"traces_kept": 16}}
 CRITICAL = ["pd.route", "pd.queue", "pd.prepare", "pd.queue", "pd.compute", "pd.first_token"]
 SPANS = {*CRITICAL, "pd.request", "pd.prefill_request", "pd.allocate", "pd.send", "pd.reserve"}
-SPANS |= {"pd.receive", "pd.decode"}
+SPANS |= {"pd.receive", "pd.decode", "pd.step_wait"}
+BEHIND = ["pd.step_wait", "pd.decode"]
 
 
 def span(
@@ -25,9 +26,17 @@ def span(
     made = admin_pb2.Span(
         name=name, span_id=id, parent_id=parent, instance="p0", outcome=outcome, trace_id="t"
     )
+    if name.startswith("pd."):
+        made.attributes["pd.transfer_id"] = "t-1"
+        made.attributes["pd.attempt"] = "1"
     made.start.FromMilliseconds(1_700_000_000_000 + start_ms)
     made.duration.FromMilliseconds(length_ms)
     return made
+
+
+def names(spans: list[dict[str, Any]]) -> set[str]:
+    """Of those that are work and no calls."""
+    return {each["name"] for each in spans if each["name"].startswith("pd.")}
 
 
 def test_a_span_stands_below_its_whole_in_the_order_of_time() -> None:
@@ -65,6 +74,46 @@ def test_bars_lie_where_the_time_went_and_a_fault_is_named() -> None:
     ]
 
 
+CALL = "pd_grpc.v1.PrefillService/Prefill"
+
+
+def test_the_calls_between_two_pieces_of_work_are_shown_where_they_are_asked_for() -> None:
+    spans = [
+        span("pd.request", "a", "", 0, 50),
+        span(CALL, "client", "a", 1, 40),
+        span(CALL, "server", "client", 2, 38),
+        span("pd.prefill_request", "b", "server", 3, 36),
+    ]
+    assert [(row.span.name, row.depth) for row in rows(spans)] == [
+        ("pd.request", 0),
+        ("pd.prefill_request", 1),
+    ]
+    assert [(row.span.name, row.depth) for row in rows(spans, calls=True)] == [
+        ("pd.request", 0),
+        (CALL, 1),
+        (CALL, 2),
+        ("pd.prefill_request", 3),
+    ]
+
+
+def test_work_whose_call_is_not_known_stands_below_its_request() -> None:
+    spans = [
+        span("pd.request", "a", "client", 0, 50),
+        span("pd.prefill_request", "b", "gone", 3, 36),
+        span("pd.queue", "c", "b", 3, 1),
+    ]
+    for calls in (False, True):
+        found = [(row.span.name, row.depth) for row in rows(spans, calls)]
+        assert found == [("pd.request", 0), ("pd.prefill_request", 1), ("pd.queue", 2)]
+
+
+def test_a_trace_of_calls_alone_has_no_bars() -> None:
+    console = Console(width=120, color_system=None)
+    with console.capture() as captured:
+        console.print(span_tree([span(CALL, "a", "", 0, 1)]))
+    assert captured.get().split() == ["span", "of", "ms"]
+
+
 def test_two_that_name_each_other_as_their_whole_end() -> None:
     spans = [
         span("pd.a", "a", "b", 0, 1),
@@ -86,15 +135,25 @@ async def test_an_operator_reads_the_trace_of_an_answer_without_a_backend() -> N
         answer = json.loads(
             await run("generate", "some words to read", "--max-tokens", "4", "--trace", "--json")
         )
-        assert {each["name"] for each in answer["spans"]} == SPANS
-        assert [e["name"] for e in answer["spans"] if e["critical"]] == [*CRITICAL, "pd.decode"]
+        bars = answer["waterfall"]
+        assert {bar["name"] for bar in bars} == SPANS
+        assert {bar["outcome"] for bar in bars} == {"ok"}
+        assert {bar["instance"] for bar in bars} == {"router", "p0", "d0"}
+        critical = [bar["name"] for bar in bars if bar["critical"] and bar["name"] != "pd.send"]
+        # A part stands behind its whole.
+        assert critical == [*CRITICAL, *reversed(BEHIND)]
+        begins = min(bar["start_ms"] for bar in bars)
+        assert begins == 0 and all(bar["duration_ms"] >= 0 for bar in bars)
+        assert names(answer["spans"]) == SPANS
         for wanted in (answer["trace_id"], answer["request_id"]):
             told = json.loads(await run("trace", wanted, "--json"))
             assert told["trace_id"] == answer["trace_id"]
-            assert {each["name"] for each in told["spans"]} == SPANS
+            assert names(told["spans"]) == SPANS
         shown = await run("trace", answer["trace_id"])
         assert shown.startswith(f"trace {answer['trace_id']}, transfer t-")
-        assert "* " in shown and "pd.first_token" in shown
+        assert "* " in shown and "pd.first_token" in shown and "pd_grpc.v1" not in shown
+        assert "\nfirst token after " in shown and "\nsecond token behind it by " in shown
+        assert "pd_grpc.v1" in await run("trace", answer["trace_id"], "--calls")
         unknown = await asyncio.to_thread(pd_grpc, "trace", "r-unknown", *where)
         assert unknown.returncode == 1
         assert "UNKNOWN_TRANSFER" in unknown.stderr and unknown.stdout == ""
@@ -111,3 +170,33 @@ async def test_a_request_that_failed_shows_where() -> None:
     assert "TOO_LARGE" in failed.stderr
     (line,) = [each for each in failed.stdout.splitlines() if "pd.request" in each]
     assert line.endswith(" TOO_LARGE")
+
+
+async def test_of_servers_that_keep_no_traces_one_line_says_so_at_once() -> None:
+    nothing: dict[str, Any] = {"traces_kept": 0, "router_settings": {"traces_kept": 0}}
+    async with cluster(**nothing) as running:
+        where = ("--endpoint", running.router.endpoint)
+        asked = ("generate", "some words", "--max-tokens", "4", *where)
+        done = await asyncio.to_thread(pd_grpc, *asked, "--trace", "--json")
+        assert done.returncode == 0
+        assert json.loads(done.stdout)["waterfall"] == []
+        (line,) = done.stderr.splitlines()
+        assert line.endswith("no trace: the servers keep none, see --traces-kept")
+        unknown = await asyncio.to_thread(pd_grpc, "trace", "r-unknown", *where)
+        assert unknown.returncode == 1 and "traces_kept is 0" in unknown.stderr
+
+
+async def test_a_decode_instance_that_prefills_shows_that() -> None:
+    async with cluster(aggregated=True, **KEPT) as running:
+        asked = ("generate", "some words", "--max-tokens", "4", "--json")
+        done = await asyncio.to_thread(
+            pd_grpc, *asked, "--endpoint", running.router.endpoint, timeout_s=20
+        )
+    bars = json.loads(done.stdout)["waterfall"]
+    critical = [(bar["name"], bar["instance"]) for bar in bars if bar["critical"]]
+    local = ["pd.queue", "pd.compute", *reversed(BEHIND)]
+    assert critical == [("pd.route", "router"), *((name, "d0") for name in local)]
+
+
+def test_a_request_that_was_refused_at_the_door_has_no_sums() -> None:
+    assert sums([span("pd.request", "a", "", 0, 1, "BAD_REQUEST")]) == []
