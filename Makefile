@@ -9,7 +9,7 @@ STAMP := $(VENV)/.installed
 BUILD := build
 
 .DEFAULT_GOAL := help
-.PHONY: always help venv test lint types unit parity planted demo tables docs format clean
+.PHONY: always help venv test lint types unit parity planted phoenix demo tables docs format clean
 .PHONY: protoc protos protos-lint protos-breaking protos-baseline
 .DELETE_ON_ERROR:
 # pytest comes last, with its closing line, under -j too.
@@ -20,6 +20,7 @@ help:
 	@echo 'make lint types unit  its parts: ruff and buf, mypy, pytest (ARGS="-k lease")'
 	@echo 'make parity           every prompt of the parity of SmolLM2 and of sim in every way, some minutes'
 	@echo 'make planted          every planted fault that the kit must find, some minutes'
+	@echo 'make phoenix          install a trace backend that some tests send to, for tests only'
 	@echo 'make demo             one prefill, one decode and one router on this machine'
 	@echo 'make protos           generate pd_grpc/v1 from protos/pd_grpc/v1'
 	@echo 'make protos-breaking  compare the protocol with that of the last tag or the baseline'
@@ -85,6 +86,21 @@ parity: $(STAMP)
 
 planted: $(STAMP)
 	$(PY) -m pytest -q -n 4 -m planted tests/conformance $(ARGS)
+
+# A trace backend under the Elastic licence: for tests only, in an environment of its own, which none
+# of ours asks for. Tests marked `phoenix` are skipped where it is not there.
+PHOENIX_VENV := .venv-phoenix
+PHOENIX := arize-phoenix==20.26.1
+PHOENIX_STAMP := $(PHOENIX_VENV)/.installed
+
+phoenix: $(PHOENIX_STAMP)
+
+$(PHOENIX_STAMP): Makefile
+	@$(PHOENIX_VENV)/bin/python -m pip --version 2>/dev/null | grep -q pip \
+		|| $(PYTHON) -m venv --clear $(PHOENIX_VENV)
+	@echo 'installing $(PHOENIX) into $(PHOENIX_VENV) ...'
+	@$(PHOENIX_VENV)/bin/python -m pip install --quiet $(PHOENIX)
+	@touch $@
 
 demo: $(STAMP)
 	$(PY) -m pd_grpc.cli.demo
@@ -164,7 +180,7 @@ format: $(STAMP)
 	$(BIN)/buf format --write protos
 
 clean:
-	rm -rf $(BUILD) dist $(VENV) $(PROTOC_VENV) *.egg-info
+	rm -rf $(BUILD) dist $(VENV) $(PROTOC_VENV) $(PHOENIX_VENV) *.egg-info
 	rm -rf .pytest_cache .mypy_cache .ruff_cache .hypothesis .mypy_worker.*.json
 	rm -rf examples/node/node_modules
 	find pd_grpc servers tests tools -name __pycache__ -prune -exec rm -rf {} +
