@@ -58,13 +58,14 @@ class Call:
         about: Mapping[str, AttributeValue],
         duration: Histogram,
         failing: frozenset[str] | None,
+        began: float,
     ) -> None:
         self._calls = calls
         self._span = span
         self._about = about
         self._duration = duration
         self._failing = failing
-        self._began = calls.now()
+        self._began = began
         self._ended = False
 
     def ended(self, code: str, trailing: Metadata = None) -> None:
@@ -105,26 +106,26 @@ class Calls:
     ) -> tuple[Call, list[tuple[str, Any]] | Metadata]:
         """A call is about to be made to `endpoint`; with the metadata that it is to carry, so that
         the span of who serves it is the child of this one."""
-        about, span = self._about(method, endpoint), None
+        about, span, now = self._about(method, endpoint), None, self.now()
         if self.tracing.records:
             parent = extract(metadata)
             if method in REQUEST_METHODS or _is_traced(parent):
                 span = self.tracing.start(
-                    method, parent=parent, kind=SpanKind.CLIENT, attributes=about
+                    method, parent=parent, at=now, kind=SpanKind.CLIENT, attributes=about
                 )
                 metadata = inject(self.tracing.context(span), metadata or ())
-        return Call(self, span, about, self._made, None), metadata
+        return Call(self, span, about, self._made, None, now), metadata
 
     def served(self, method: str, metadata: Metadata) -> tuple[Call, Context]:
         """A call came; with what is to be the parent of whatever it does."""
-        about, span = self._about(method, ""), None
+        about, span, now = self._about(method, ""), None, self.now()
         context = extract(metadata)
         if self.tracing.records and (method in REQUEST_METHODS or _is_traced(context)):
             span = self.tracing.start(
-                method, parent=context, kind=SpanKind.SERVER, attributes=about
+                method, parent=context, at=now, kind=SpanKind.SERVER, attributes=about
             )
             context = self.tracing.context(span)
-        return Call(self, span, about, self._served, _SERVERS_FAULT), context
+        return Call(self, span, about, self._served, _SERVERS_FAULT, now), context
 
     def _about(self, method: str, endpoint: str) -> Mapping[str, AttributeValue]:
         """Made once for a method and a peer. Whoever sends a request may name peers: beyond so many

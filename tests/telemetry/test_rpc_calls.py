@@ -66,7 +66,7 @@ async def test_a_call_that_is_answered(client: str, server: str, shape: str) -> 
         assert labels["rpc.response.status_code"] == "OK"
         assert point.count == 1
         assert span.start_time is not None and span.end_time is not None
-        assert point.sum == pytest.approx((span.end_time - span.start_time) / 1e9, abs=2e-3)
+        assert point.sum == pytest.approx((span.end_time - span.start_time) / 1e9, abs=1e-6)
 
 
 @pytest.mark.parametrize(("client", "server", "shape"), EACH)
