@@ -18,6 +18,7 @@ from pd_grpc.engine.sim import SimEngine
 from pd_grpc.prefill.server import PrefillServer, start_prefill
 from pd_grpc.protocol import rpc
 from pd_grpc.protocol.config import DecodeConfig, EngineConfig, PrefillConfig, RouterConfig
+from pd_grpc.protocol.interception import NONE, Interceptors
 from pd_grpc.router.server import RouterServer, start_router
 from pd_grpc.v1 import admin_pb2, admin_pb2_grpc, inference_pb2_grpc
 from tests.waiting import until
@@ -73,6 +74,7 @@ async def cluster(
     load: Callable[[EngineConfig], Engine] = SimEngine,
     provider: TracerProvider | None = None,
     meters: MeterProvider | None = None,
+    prefill_wire: Interceptors = NONE,
     prefill_settings: dict[str, Any] | None = None,
     decode_settings: dict[str, Any] | None = None,
     router_settings: dict[str, Any] | None = None,
@@ -93,7 +95,11 @@ async def cluster(
         for i in range(0 if aggregated else prefills):
             pconfig = PrefillConfig(**{"name": f"p{i}", **common, **(prefill_settings or {})})
             p = await start_prefill(
-                pconfig, load(pconfig), tracer_provider=provider, meter_provider=meters
+                pconfig,
+                load(pconfig),
+                tracer_provider=provider,
+                meter_provider=meters,
+                interceptors=prefill_wire,
             )
             stack.push_async_callback(p.stop)
             ps.append(p)

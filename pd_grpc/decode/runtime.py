@@ -14,6 +14,7 @@ from pd_grpc.decode.bulk import BulkServer
 from pd_grpc.decode.machine import DecodeMachine
 from pd_grpc.decode.outbox import SessionOutbox, TokenOutbox
 from pd_grpc.decode.request_log import RequestLog
+from pd_grpc.decode.session_log import SessionLog
 from pd_grpc.decode.spans import DecodeSpans
 from pd_grpc.engine.base import Engine, EngineFault, Sampled
 from pd_grpc.engine.thread import EngineThread
@@ -22,7 +23,6 @@ from pd_grpc.protocol.driver import Driver
 from pd_grpc.protocol.faults import Fault, Reason
 from pd_grpc.protocol.refs import TransferKey, key_of
 from pd_grpc.telemetry.instance_log import InstanceLog
-from pd_grpc.telemetry.log_events import Event
 from pd_grpc.v1 import decode_pb2, inference_pb2
 
 UnaryFuture = asyncio.Future[act.UnaryAnswer]
@@ -67,8 +67,7 @@ class DecodeRuntime:
         self._keys: dict[int, TransferKey] = {}
         self._clients: dict[int, TokenOutbox] = {}
         self._sessions: dict[int, SessionOutbox] = {}
-        self._prefills: dict[int, str] = {}
-        """The name of each session's P."""
+        self._session_log = SessionLog(log)
         self._refused: dict[int, Fault] = {}
         """What each Generate ended with that failed, until its call is gone."""
         self._step: asyncio.Task[None] | None = None
@@ -117,16 +116,15 @@ class DecodeRuntime:
         outbox = SessionOutbox(2 * self.machine.ledger.config.max_message_bytes)
         stream = next(self._numbers)
         self._sessions[stream] = outbox
-        self._prefills[stream] = hello.instance.name
+        self._session_log.hello(stream, hello.instance.name)
         self.feed(ev.HelloReceived(stream, hello))
         return stream, outbox
 
     def close_session(self, stream: int) -> None:
         """A session's stream is gone."""
         del self._sessions[stream]
-        name = self._prefills.pop(stream)
-        if self.machine.ledger.sessions.of_stream(stream) is not None:
-            self.log.note(Event.SESSION_LOST, "the session broke", peer=name)
+        broke = self.machine.ledger.sessions.of_stream(stream) is not None
+        self._session_log.closed(stream, broke)
         self.feed(ev.SessionStreamEnded(stream))
 
     def open_generate(
@@ -216,10 +214,12 @@ class DecodeRuntime:
                 self._set_ready(action.ready, action.reason)
             else:
                 self.drained.set()
+        self._session_log.handled()
 
     def _hear(self, event: ev.Event, now: float) -> None:
         for listener in self.event_listeners:
             listener(event, now)
+        self._session_log.heard(event)
 
     def _settle(self, call: int, message: act.UnaryAnswer) -> None:
         answer = self._unary.get(call)
@@ -262,22 +262,16 @@ class DecodeRuntime:
                 self.feed(ev.SessionStreamEnded(action.stream))
         else:
             if action.fault is not None:
-                self._lost(self._prefills[action.stream], action.fault.message, action.fault)
+                self._session_log.refused(action.stream, action.fault)
             outbox.end(action.fault)
 
     def _to_bulk(self, action: act.ToReceiver) -> None:
         assert self._bulk is not None
         self._bulk.post(action)
         if isinstance(action, act.AdmitSession):
-            self.log.note(Event.SESSION_OPENED, "session", peer=action.owner.name)
+            self._session_log.admitted(action.owner)
         elif isinstance(action, act.DismissPrefill):
-            self._lost(action.owner.name, "what it had not handed over is given back")
-
-    def _lost(self, name: str, why: str, fault: Fault | None = None) -> None:
-        code, reason = (None, None) if fault is None else (fault.code.name, fault.reason.value)
-        self.log.note(
-            Event.SESSION_LOST, "no session: %s", why, peer=name, code=code, reason=reason
-        )
+            self._session_log.dismissed(action.owner)
 
     def _note(self, change: act.Changed, now: float) -> None:
         self._requests.changed(change)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Iterable
 
 from opentelemetry.context import Context
@@ -47,6 +48,9 @@ _CLIENTS_OWN = frozenset(
 """Codes that a client sees for what is its own doing, its own time or an operator's will."""
 
 
+_INDEX = re.compile(r"\[[^]]*\]")
+
+
 def called_directly(metadata: Iterable[tuple[str, str | bytes]] | None) -> bool:
     """Whether a call with this metadata comes from no router of ours."""
     return all(key != ROUTER_METADATA for key, _ in metadata or ())
@@ -89,7 +93,7 @@ class FailureLog:
         self._log.note(
             Event.REQUEST_FAILED,
             "%s",
-            fault.message,
+            _told(fault),
             level=level,
             transfer_id=transfer_id,
             attempt=attempt,
@@ -99,3 +103,9 @@ class FailureLog:
             code=fault.code.name,
             reason=fault.reason.value,
         )
+
+
+def _told(fault: Fault) -> str:
+    """What a line may say of a fault: of a malformed request no value, which may be a token."""
+    wrong = sorted({_INDEX.sub("[]", each.field) for each in fault.fields})
+    return f"malformed: {', '.join(wrong)}" if wrong else fault.message
