@@ -97,10 +97,11 @@ def make_telemetry(service: str, instance: str, otlp: str, prometheus: str) -> T
 def _exporters(otlp: str, instance: str) -> tuple[sending.WatchedSpans, sending.WatchedMetrics]:
     try:
         from opentelemetry.exporter.otlp.proto.grpc.metric_exporter import OTLPMetricExporter
-        from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
+
+        from pd_grpc.telemetry.span_encoding import FastSpanExporter
     except ImportError as error:
         raise RuntimeError(_missing(f"sending spans to {otlp}", "otlp")) from error
-    spans = OTLPSpanExporter(endpoint=otlp, insecure=True, timeout=sending.ATTEMPT_S)
+    spans = FastSpanExporter(otlp, sending.ATTEMPT_S)
     metrics = OTLPMetricExporter(endpoint=otlp, insecure=True, timeout=sending.ATTEMPT_S)
     return (
         sending.WatchedSpans(spans, sending.Reach("spans", otlp, instance)),
