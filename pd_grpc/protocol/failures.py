@@ -83,7 +83,7 @@ class FailureLog:
         peer: str = "",
     ) -> None:
         """A request ends here by `fault`: at debug where the line is another's to write. `context`
-        is its trace's; `peer` the instance that the fault is of."""
+        is its trace's; `peer` the instance that told of the fault."""
         if noted_here(fault, direct):
             client = STATUS_TABLE[fault.reason].client
             level = logging.INFO if client in _CLIENTS_OWN else logging.WARNING

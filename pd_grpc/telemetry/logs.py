@@ -33,6 +33,10 @@ FIELDS = (
 )
 """The extras a line may carry, in the order they are written."""
 
+MAX_MESSAGE_CHARS = 2048
+MAX_FIELD_CHARS = 256
+"""What is longer is cut: a peer says its own name, and may say what it likes."""
+
 # A client names its requests: its name must not end a line or move a terminal's cursor.
 _CONTROL = {c: f"\\x{c:02x}" for c in (*range(0x20), *range(0x7F, 0xA0))}
 _CONTROL |= {c: f"\\u{c:04x}" for c in (0x2028, 0x2029)}
@@ -116,9 +120,14 @@ class JsonFormatter(logging.Formatter):
 def _message(record: logging.LogRecord) -> str:
     """Also of a record of others whose arguments do not fit: a line is no place to raise."""
     try:
-        return record.getMessage()
+        text = record.getMessage()
     except (TypeError, ValueError, KeyError):
-        return str(record.msg)
+        text = str(record.msg)
+    return _cut(text, MAX_MESSAGE_CHARS)
+
+
+def _cut(text: str, chars: int) -> str:
+    return text if len(text) <= chars else f"{text[:chars]}..."
 
 
 def _one_line(text: str) -> str:
@@ -137,4 +146,5 @@ def _unicode(text: str) -> str:
 def _fields(record: logging.LogRecord) -> dict[str, object]:
     """The extras that may be written, without the empty ones."""
     found = ((name, getattr(record, name, None)) for name in FIELDS)
-    return {name: value for name, value in found if value not in (None, "")}
+    told = ((name, value) for name, value in found if value not in (None, ""))
+    return {n: v if isinstance(v, int) else _cut(str(v), MAX_FIELD_CHARS) for n, v in told}

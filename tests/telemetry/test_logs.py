@@ -9,7 +9,13 @@ from collections.abc import Iterator
 
 import pytest
 
-from pd_grpc.telemetry.logs import FIELDS, LOGGER, configure_logging
+from pd_grpc.telemetry.logs import (
+    FIELDS,
+    LOGGER,
+    MAX_FIELD_CHARS,
+    MAX_MESSAGE_CHARS,
+    configure_logging,
+)
 
 
 @pytest.fixture(autouse=True)
@@ -85,6 +91,81 @@ def test_a_failure_is_logged_with_its_traceback() -> None:
     record = json.loads(lines(out)[0])
     assert record["message"] == "step failed"
     assert "KeyError: 'missing'" in record["exception"]
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["two\nlines", "\x00\x1b\x7f", "a lone \ud800 surrogate", '"quoted" \\ and \u2028', "é漢😀"],
+)
+def test_a_json_line_is_one_valid_object_whatever_it_says(text: str) -> None:
+    out = io.StringIO()
+    configure_logging("json", "info", out)
+    try:
+        raise ValueError(text)
+    except ValueError as error:
+        logging.getLogger("pd_grpc.engine").error(
+            "%s", text, exc_info=error, extra={"request_id": text}
+        )
+    written = out.getvalue()
+    assert written.count("\n") == 1 and written.endswith("\n")
+    record = json.loads(written)
+    for name in ("message", "request_id", "exception"):
+        assert record[name].encode("utf-8"), "a strict reader takes no lone surrogate"
+    if "\ud800" not in text:
+        assert (record["message"], record["request_id"]) == (text, text)
+
+
+def test_a_human_traceback_is_set_in_and_cannot_forge_a_line() -> None:
+    out = io.StringIO()
+    configure_logging("human", "info", out)
+    try:
+        raise ValueError("\x1b[2J\n12:00:00.000 INFO    router  all is well \ud800")
+    except ValueError as error:
+        logging.getLogger("pd_grpc.engine").error("step failed", exc_info=error)
+    first, *rest = lines(out)
+    assert first.endswith("step failed")
+    assert rest and all(line.startswith("    ") for line in rest)
+    assert "\x1b" not in out.getvalue() and "\ud800" not in out.getvalue()
+
+
+def test_a_record_whose_arguments_do_not_fit_is_still_a_line() -> None:
+    out = io.StringIO()
+    configure_logging("json", "info", out)
+    logging.getLogger("pd_grpc.router").info("%d of %d", "three")
+    assert json.loads(lines(out)[0])["message"] == "%d of %d"
+
+
+@pytest.mark.parametrize("format", ["human", "json"])
+def test_a_name_that_does_not_end_is_cut(format: str) -> None:
+    out = io.StringIO()
+    configure_logging(format, "info", out)  # type: ignore[arg-type]
+    logging.getLogger("pd_grpc.router").info("p" * 10**6, extra={"peer": "n" * 10**6})
+    assert len(out.getvalue()) < MAX_MESSAGE_CHARS + MAX_FIELD_CHARS + 200
+
+
+def test_a_line_that_says_no_instance_is_the_processs() -> None:
+    out = io.StringIO()
+    handler = configure_logging("json", "info", out, instance="decode")
+    logging.getLogger("pd_grpc.engine").info("before it has its name")
+    handler.instance = "d7"
+    logging.getLogger("pd_grpc.engine").info("its own")
+    logging.getLogger("pd_grpc.decode").info("told", extra={"instance": "d8"})
+    assert [json.loads(line)["instance"] for line in lines(out)] == ["decode", "d7", "d8"]
+
+
+def test_what_others_warn_of_is_a_line_like_ours_where_that_is_wanted() -> None:
+    out = io.StringIO()
+    handler = configure_logging("json", "info", out, instance="d0", everyone=True)
+    try:
+        logging.getLogger("somebody.else").warning("not ours")
+        logging.getLogger("pd_grpc.decode").info("ours")
+    finally:
+        logging.getLogger().removeHandler(handler)
+    records = [json.loads(line) for line in lines(out)]
+    assert [(r["logger"], r["instance"]) for r in records] == [
+        ("somebody.else", "d0"),
+        ("pd_grpc.decode", "d0"),
+    ]
 
 
 def test_lines_below_the_level_and_of_other_loggers_are_left_out() -> None:
