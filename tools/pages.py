@@ -10,6 +10,8 @@ from collections.abc import Callable, Sequence
 
 from tools import (
     case_tables,
+    observability_page,
+    log_tables,
     prepare_figures,
     prepare_knobs,
     protocol_reference,
@@ -22,6 +24,8 @@ from tools.proto_source import ROOT, read_protos
 PAGES: dict[str, Callable[[], Parts]] = {
     "README.md": lambda: readme_tables.TABLES,
     "docs/conformance.md": lambda: case_tables.TABLES,
+    "docs/logs.md": lambda: log_tables.TABLES,
+    "docs/observability.md": lambda: observability_page.PARTS,
     "docs/prepare.md": lambda: {**prepare_knobs.PARTS, **prepare_figures.PARTS},
     "docs/protocol.md": lambda: protocol_reference.parts(read_protos()),
     "docs/sim.md": lambda: sim_page.PARTS,

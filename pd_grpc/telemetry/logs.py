@@ -20,18 +20,18 @@ else:
 
 LOGGER = "pd_grpc"
 
-FIELDS = (
-    "event",
-    "instance",
-    "transfer_id",
-    "attempt",
-    "request_id",
-    "trace_id",
-    "peer",
-    "code",
-    "reason",
-)
-"""The extras a line may carry, in the order they are written."""
+FIELDS = {
+    "event": "what happened, see the table of events",
+    "instance": "who writes; on every line",
+    "transfer_id": "the request between router, P and D",
+    "attempt": "which try of it, from 1",
+    "request_id": "the request as its client named it, or as the router did",
+    "trace_id": "its trace, 32 hex digits, also where none is kept",
+    "peer": "the other instance, by name or host:port; of a failed request the one that told of it",
+    "code": "the status it travels with",
+    "reason": "why, as in the status table",
+}
+"""The extras a line may carry, in the order they are written, and what they mean."""
 
 MAX_MESSAGE_CHARS = 2048
 MAX_FIELD_CHARS = 256
