@@ -10,8 +10,8 @@ from collections.abc import Callable, Sequence
 
 from tools import (
     case_tables,
-    observability_page,
     log_tables,
+    observability_page,
     prepare_figures,
     prepare_knobs,
     protocol_reference,
