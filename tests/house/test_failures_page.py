@@ -12,6 +12,7 @@ from pd_grpc.prefill.server import start_prefill
 from pd_grpc.protocol.faults import STATUS_TABLE, Code, Reason, Retry
 from pd_grpc.router.server import start_router
 from pd_grpc.telemetry import names
+from pd_grpc.telemetry.log_events import Event
 from pd_grpc.v1 import admin_pb2, types_pb2
 from tests.house.pages import ROOT
 from tools.proto_source import read_protos
@@ -83,7 +84,8 @@ def test_every_state_stage_and_field_is_one_of_the_protocol() -> None:
     prose = (ROOT / "protos" / "pd_grpc" / "v1" / "types.proto").read_text(encoding="utf-8")
     stages = set(re.findall(r"\w+", prose[prose.index("Deadlines.") : prose.index("Health.")]))
     code = {start_router.__name__, start_prefill.__name__}
-    unknown = set(_quoted(r"[a-z][a-z_]+")) - fields - states - stages - code - ERROR_INFO
+    events = {event.field for event in Event}
+    unknown = set(_quoted(r"[a-z][a-z_]+")) - fields - states - stages - code - ERROR_INFO - events
     assert unknown == set()
 
 
