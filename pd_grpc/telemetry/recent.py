@@ -5,8 +5,7 @@ from __future__ import annotations
 import threading
 from collections import OrderedDict
 
-from opentelemetry.context import Context
-from opentelemetry.sdk.trace import ReadableSpan, Span, SpanProcessor
+from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.trace import format_trace_id
 
 from pd_grpc.telemetry import names
@@ -14,28 +13,23 @@ from pd_grpc.telemetry import names
 MOST_SPANS = 256
 """Spans kept of one trace; a caller may send all its requests in one."""
 
+NOT_KEPT = frozenset({names.SPAN_STEP})
 _ASKED_FOR = (names.ATTR_TRANSFER_ID, names.ATTR_REQUEST_ID)
 
 
-class RecentTraces(SpanProcessor):
-    """Keeps the spans of the last `traces` traces that `instance` took part in. Safe from any
+class RecentTraces:
+    """Keeps the spans of the last `traces` traces that an instance took part in. Safe from any
     thread. The steps of an engine belong to many requests and are not kept."""
 
-    def __init__(self, instance: str, traces: int) -> None:
-        self._instance = instance
+    def __init__(self, traces: int) -> None:
         self._most = traces
         self._lock = threading.Lock()
         self._traces: OrderedDict[int, list[ReadableSpan]] = OrderedDict()
 
-    def on_start(self, span: Span, parent_context: Context | None = None) -> None:
-        """Only what has ended is kept."""
-
-    def on_end(self, span: ReadableSpan) -> None:
-        """Keep a span of this instance."""
-        context, attributes = span.get_span_context(), span.attributes or {}
-        if context is None or attributes.get(names.ATTR_INSTANCE) != self._instance:
-            return
-        if span.name == names.SPAN_STEP:
+    def keep(self, span: ReadableSpan) -> None:
+        """Keep a span that has ended."""
+        context = span.get_span_context()
+        if context is None or span.name in NOT_KEPT:
             return
         with self._lock:
             spans = self._traces.setdefault(context.trace_id, [])

@@ -10,11 +10,13 @@ from __future__ import annotations
 import random
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Protocol
+from weakref import WeakKeyDictionary
 
 from opentelemetry import context as current
 from opentelemetry import trace
 from opentelemetry.context import Context
-from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
+from opentelemetry.sdk.trace.sampling import Sampler
 from opentelemetry.trace import (
     Link,
     NonRecordingSpan,
@@ -28,11 +30,15 @@ from opentelemetry.trace import (
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 from opentelemetry.util.types import AttributeValue
 
-from pd_grpc.telemetry import names
-from pd_grpc.telemetry.recent import RecentTraces
+from pd_grpc.telemetry import baggage, names
+from pd_grpc.telemetry.recent import NOT_KEPT, RecentTraces
 
 _SCOPE = "pd_grpc"
 _W3C = TraceContextTextMapPropagator()
+_FIELDS = {*_W3C.fields, baggage.FIELD}
+_BAGGAGE: WeakKeyDictionary[Span, str] = WeakKeyDictionary()
+"""What the children of a span pass on of its caller's; of few spans, for few callers send any."""
+_NO_CONTEXT = Context()
 _NO_ATTRIBUTES: Mapping[str, AttributeValue] = {}
 
 
@@ -64,10 +70,12 @@ class Tracing:
         keep: int = 0,
     ) -> None:
         """`keep` is how many of the last traces stay in memory, in `recent`."""
-        self.recent = RecentTraces(instance, keep)
-        if keep:
+        self.recent = RecentTraces(keep)
+        self._keeps = keep > 0
+        # Without a provider of somebody's, what is not kept goes nowhere.
+        self._only_keeps = self._keeps and provider is None
+        if self._keeps:
             provider = provider or TracerProvider(shutdown_on_exit=False)
-            provider.add_span_processor(self.recent)
         self._clock = clock
         # One anchor between the two clocks: spans of one process keep their order and lengths even
         # when the wall clock is set.
@@ -77,6 +85,7 @@ class Tracing:
             self._who[names.ATTR_INSTANCE] = instance
         self._provider = provider
         self._tracer = None if provider is None else provider.get_tracer(_SCOPE)
+        self._follows = provider is not None and _follows_parents(provider.sampler)
 
     @property
     def records(self) -> bool:
@@ -97,22 +106,47 @@ class Tracing:
         links: Sequence[SpanContext] = (),
         kind: SpanKind = SpanKind.INTERNAL,
     ) -> Span:
-        """Start a span. `parent` None starts a trace; `at` is a time of the clock, None is now."""
-        context = Context() if parent is None else parent
+        """Start a span. `parent` None starts a trace; `at` is a time of the clock, None is now.
+
+        One that names spans of several traces in `links` is recorded where one of them is.
+        """
+        context = _NO_CONTEXT if parent is None else parent
+        span = self._begin(name, context, at, attributes, links, kind)
+        carried = "" if parent is None else baggage.written(parent)
+        if carried and span is not trace.INVALID_SPAN:
+            _BAGGAGE[span] = carried
+        elif span in _BAGGAGE:
+            # That of the caller, who has another now.
+            del _BAGGAGE[span]
+        return span
+
+    def _begin(
+        self,
+        name: str,
+        context: Context,
+        at: float | None,
+        attributes: Mapping[str, AttributeValue],
+        links: Sequence[SpanContext],
+        kind: SpanKind,
+    ) -> Span:
         if self._tracer is None:
             return _unrecorded(context)
-        span = self._tracer.start_span(
+        # Most spans are of requests that are not sampled. They must cost next to nothing, so the
+        # sampler is not asked where it is known to follow the parent.
+        above = trace.get_current_span(context)
+        if self._follows and _is_left_out(above):
+            return above
+        sampled = [Link(link) for link in links if link.trace_flags & TraceFlags.SAMPLED]
+        if (links and not sampled) or (self._only_keeps and name in NOT_KEPT):
+            return trace.INVALID_SPAN
+        return self._tracer.start_span(
             name,
             context,
             kind,
-            links=[Link(link) for link in links],
-            start_time=self._wall_ns(at),
+            {**self._who, **attributes},
+            sampled,
+            self._wall_ns(at),
         )
-        # A sampled-out span costs no more than its ids.
-        if span.is_recording():
-            span.set_attributes(self._who)
-            span.set_attributes(attributes)
-        return span
 
     def end(
         self,
@@ -141,6 +175,8 @@ class Tracing:
             )
             span.set_status(Status(StatusCode.ERROR, message))
         span.end(self._wall_ns(at))
+        if self._keeps and isinstance(span, ReadableSpan):
+            self.recent.keep(span)
 
     def event(
         self,
@@ -157,7 +193,7 @@ class Tracing:
     @staticmethod
     def context(span: Span) -> Context:
         """What makes `span` the parent of another, here or in another process."""
-        return trace.set_span_in_context(span, Context())
+        return baggage.handed_on(_BAGGAGE.get(span, ""), trace.set_span_in_context(span, Context()))
 
     def shutdown(self) -> None:
         """Export what is left and stop. Blocks while the collector is slow: not for the loop."""
@@ -171,20 +207,24 @@ class Tracing:
 def inject(
     context: Context | None, metadata: Iterable[tuple[str, Any]] = ()
 ) -> list[tuple[str, Any]]:
-    """The metadata of a call with the W3C trace context in place of any it carries."""
+    """The metadata of a call with W3C trace context and baggage in place of any it carries."""
+    source = Context() if context is None else context
     carrier: dict[str, str] = {}
-    _W3C.inject(carrier, Context() if context is None else context)
-    kept = [(key, value) for key, value in metadata if key.lower() not in _W3C.fields]
+    _W3C.inject(carrier, source)
+    if carried := baggage.written(source):
+        carrier[baggage.FIELD] = carried
+    kept = [(key, value) for key, value in metadata if key.lower() not in _FIELDS]
     return kept + list(carrier.items())
 
 
 def extract(metadata: Iterable[tuple[str, str | bytes]] | None) -> Context:
-    """The caller's trace context; an empty one when it sent none, or none that can be read."""
+    """The caller's trace context and baggage; without what it did not send or cannot be read."""
     carrier: dict[str, list[str]] = {}
     for key, value in metadata or ():
-        if isinstance(value, str) and key.lower() in _W3C.fields:
+        if isinstance(value, str) and key.lower() in _FIELDS:
             carrier.setdefault(key.lower(), []).append(value)
-    return _W3C.extract(carrier, Context())
+    context = _W3C.extract(carrier, Context())
+    return baggage.read(carrier.get(baggage.FIELD, ()), context)
 
 
 def current_context() -> Context:
@@ -196,6 +236,21 @@ def trace_id(context: Context | None) -> str:
     """The trace id as 32 hex digits; empty when the context has none."""
     found = trace.get_current_span(Context() if context is None else context).get_span_context()
     return trace.format_trace_id(found.trace_id) if found.is_valid else ""
+
+
+def _follows_parents(sampler: Sampler) -> bool:
+    """Whether a span whose parent is not sampled never is either: so of the samplers whose names
+    begin with `parentbased`, which say so of themselves."""
+    about = sampler.get_description()
+    return about.startswith("ParentBased{") and all(
+        f"{whose}ParentNotSampled:AlwaysOffSampler" in about for whose in ("remote", "local")
+    )
+
+
+def _is_left_out(parent: Span) -> bool:
+    """Whether a trace has begun that is not sampled."""
+    context = parent.get_span_context()
+    return context.is_valid and not context.trace_flags & TraceFlags.SAMPLED
 
 
 def _unrecorded(parent: Context) -> Span:

@@ -91,4 +91,4 @@ def test_nothing_to_keep_records_nothing() -> None:
 
 
 def test_it_can_be_asked_for_nothing() -> None:
-    assert RecentTraces("d0", 3).find("x") == []
+    assert RecentTraces(3).find("x") == []
