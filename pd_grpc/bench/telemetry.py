@@ -89,11 +89,11 @@ WORKLOADS: Mapping[str, Workload] = {
         rounds=4,
     ),
     "short": Workload(
-        "the worst case: 64 tokens in and 4 out, from an engine that takes no time; a trace has as "
-        "many spans as that of a long answer, and there is nothing else to do",
+        "the worst case: 64 tokens in and 8 out, from an engine that takes no time; a trace has as "
+        "many spans as that of a long answer, and there is little else to do",
         64,
-        4,
-        requests=800,
+        8,
+        requests=600,
         at_once=32,
         time_scale=0.0,
         rounds=8,

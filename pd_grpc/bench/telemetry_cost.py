@@ -16,6 +16,7 @@ from opentelemetry.util.types import AttributeValue
 
 from pd_grpc.protocol.clock import SystemClock
 from pd_grpc.telemetry import names
+from pd_grpc.telemetry.span_encoding import SpanEncoder
 from pd_grpc.telemetry.tracing import Tracing
 
 _ROUNDS = 7
@@ -29,15 +30,13 @@ class _Encoding(SpanExporter):
     """Encodes as the exporter over gRPC does, and sends nothing."""
 
     def __init__(self) -> None:
-        from opentelemetry.exporter.otlp.proto.common.trace_encoder import encode_spans
-
-        self._encode = encode_spans
+        self._encoder = SpanEncoder()
         self.batch: list[ReadableSpan] = []
 
     def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
         self.batch.extend(spans)
         if len(self.batch) >= 512:
-            self._encode(self.batch).SerializeToString()
+            self._encoder.encode(self.batch)
             self.batch.clear()
         return SpanExportResult.SUCCESS
 
