@@ -75,6 +75,8 @@ async def cluster(
     provider: TracerProvider | None = None,
     meters: MeterProvider | None = None,
     prefill_wire: Interceptors = NONE,
+    decode_wire: Interceptors = NONE,
+    router_wire: Interceptors = NONE,
     prefill_settings: dict[str, Any] | None = None,
     decode_settings: dict[str, Any] | None = None,
     router_settings: dict[str, Any] | None = None,
@@ -87,7 +89,11 @@ async def cluster(
         for i in range(decodes):
             config = DecodeConfig(**{"name": f"d{i}", **common, **(decode_settings or {})})
             d = await start_decode(
-                config, load(config), tracer_provider=provider, meter_provider=meters
+                config,
+                load(config),
+                tracer_provider=provider,
+                meter_provider=meters,
+                interceptors=decode_wire,
             )
             stack.push_async_callback(d.stop)
             ds.append(d)
@@ -115,7 +121,11 @@ async def cluster(
         )
         tokenizer = ds[0].engine.tokenizer()
         router = await start_router(
-            rconfig, tokenizer, tracer_provider=provider, meter_provider=meters
+            rconfig,
+            tokenizer,
+            tracer_provider=provider,
+            meter_provider=meters,
+            interceptors=router_wire,
         )
         stack.push_async_callback(router.stop, 0.0)
         await until(lambda: router.ready)
