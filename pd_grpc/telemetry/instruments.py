@@ -73,7 +73,7 @@ CATALOG: Mapping[str, Instrument] = {
         Instrument(
             names.METRIC_TRANSFER_DURATION,
             "s",
-            "from the first KV chunk of a request to its last",
+            "from the first KV chunk of a request, on P from the start of its compute, to its last",
             (_ROLE, _OUTCOME),
             SECONDS,
         ),

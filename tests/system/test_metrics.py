@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import grpc
@@ -159,6 +160,38 @@ async def test_a_conversation_counts_as_a_chat(reader: InMemoryMetricReader) -> 
     about = dict(point.attributes)
     assert about.pop(names.ATTR_GEN_AI_MODEL)
     assert about == {"gen_ai.operation.name": "chat", "gen_ai.provider.name": "pd_grpc"}
+
+
+async def test_a_lease_that_nobody_renews_counts_on_both_sides(
+    reader: InMemoryMetricReader,
+) -> None:
+    """P computes for longer than the lease, and its first heartbeat is later than that."""
+    times: Mapping[str, Any] = {"heartbeat_s": 5.0, "lease_s": 0.5, "sim_time_scale": 200.0}
+    async with cluster(meters=MeterProvider([reader]), **times) as running:
+        with pytest.raises(grpc.aio.AioRpcError):
+            await ask(running)
+        await until(lambda: Read(reader).value(names.METRIC_LEASE_EXPIRED) == 2)
+        read = Read(reader)
+        assert read.value(names.METRIC_REFUSALS, role="decode", reason="LEASE_EXPIRED") == 1
+    assert read.value(names.METRIC_LEASE_EXPIRED, side="decode") == 1
+    assert read.value(names.METRIC_LEASE_EXPIRED, side="prefill") == 1
+
+
+async def test_blocks_of_a_step_whose_request_has_ended_are_quarantined_until_its_end(
+    reader: InMemoryMetricReader,
+) -> None:
+    def blocks(role: str, state: str) -> float:
+        return Read(reader).value(names.METRIC_BLOCKS, role=role, state=state)
+
+    async with cluster(meters=MeterProvider([reader]), sim_time_scale=100.0) as running:
+        for role, state in (("prefill", "computing"), ("decode", "decoding")):
+            task = asyncio.create_task(ask(running, max_tokens=50))
+            await until(partial(lambda role, state: blocks(role, state) > 0, role, state))
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+            await until(partial(lambda role: blocks(role, "quarantined") > 0, role))
+            for each in ("prefill", "decode"):
+                await until(partial(lambda role: blocks(role, "free") == 256, each))
 
 
 async def test_tokens_computed_for_nobody_are_counted(reader: InMemoryMetricReader) -> None:
