@@ -164,6 +164,10 @@ class DecodeRuntime:
             self.spans.client(transfer.key, call, context, transfer.created, local=True)
         return call, outbox
 
+    def wrote(self, call: int, tokens: int) -> None:
+        """Tokens have left for a client."""
+        self.spans.wrote(call, tokens, self._clock.now())
+
     def close_generate(self, call: int) -> None:
         """A client's leg is gone; a late word of it changes nothing."""
         del self._clients[call]
@@ -201,7 +205,7 @@ class DecodeRuntime:
             elif isinstance(action, act.Refuse):
                 self._refuse(action, now)
             elif isinstance(action, act.Emit | act.FinishGenerate):
-                self._to_client(action, now)
+                self._to_client(action)
             elif isinstance(action, act.SessionSend | act.SessionEnd):
                 self._to_session(action)
             elif isinstance(action, act.ToReceiver):
@@ -243,12 +247,11 @@ class DecodeRuntime:
         if answer is not None and not answer.done():
             answer.set_exception(action.fault)
 
-    def _to_client(self, action: act.Emit | act.FinishGenerate, now: float) -> None:
+    def _to_client(self, action: act.Emit | act.FinishGenerate) -> None:
         outbox = self._clients.get(action.call)
         if outbox is None:
             return
         if isinstance(action, act.Emit):
-            self.spans.emitted(action.call, len(action.tokens), now)
             outbox.tokens(action.tokens)
         else:
             outbox.finish(action.reason, action.usage, action.timings)

@@ -140,7 +140,8 @@ class DecodeInference(inference_pb2_grpc.InferenceServiceServicer):
             outbox.keep_whole()
         try:
             # The machine answers within the budget; what follows is for the reader to take it.
-            await rpc.write_within(_write_all(outbox, context), budget_s + rpc.STATUS_READ_S)
+            writing = self._write_all(call, outbox, context)
+            await rpc.write_within(writing, budget_s + rpc.STATUS_READ_S)
         except Fault as fault:
             await rpc.abort(context, fault)
         finally:
@@ -151,10 +152,10 @@ class DecodeInference(inference_pb2_grpc.InferenceServiceServicer):
     ) -> inference_pb2.GetModelInfoResponse:
         return self._model_info
 
-
-async def _write_all(outbox: TokenOutbox, context: Context) -> None:
-    while (message := await outbox.next()) is not None:
-        await context.write(message)
+    async def _write_all(self, call: int, outbox: TokenOutbox, context: Context) -> None:
+        while (message := await outbox.next()) is not None:
+            await context.write(message)
+            self._runtime.wrote(call, len(message.token_ids))
 
 
 def _garbage() -> Fault:

@@ -88,10 +88,10 @@ class DecodeSpans:
         if request is not None:
             request.client = request.call = None
 
-    def emitted(self, call: int, tokens: int, at: float) -> None:
-        """Tokens were shown to a client; of interest are its first two."""
+    def wrote(self, call: int, tokens: int, at: float) -> None:
+        """Tokens have left for a client; of interest are its first two."""
         request = self._calls.get(call)
-        if request is None:
+        if request is None or not tokens:
             return
         first, request.shown = not request.shown, request.shown + tokens
         if first:

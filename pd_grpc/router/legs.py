@@ -49,6 +49,10 @@ class Call(Protocol):
         """D has sent tokens, its last word, or both; told before `took`."""
         ...
 
+    def queued(self) -> None:
+        """P has the request; told before `took`."""
+        ...
+
     def handed_off(self, timings: types_pb2.Timings) -> None:
         """P has, and says where its time went; told before `took`."""
         ...
@@ -178,6 +182,7 @@ class AttemptLegs:
             return
         match message.WhichOneof("event"):
             case "queued":
+                self._call.queued()
                 self._call.took(machine.on_queued(now))
             case "placing":
                 decode = message.placing.decode

@@ -75,6 +75,7 @@ class RoutedCall:
         self._fault: Fault | None = None
         self._state = types_pb2.TRANSFER_STATE_ROUTED
         self._since = times.accepted
+        self._routed: Callable[[float], None] = lambda at: None
 
     @property
     def key(self) -> TransferKey:
@@ -88,10 +89,12 @@ class RoutedCall:
 
     # --- for the handler --------------------------------------------------------------------------
 
-    def start(self, opened: Callable[[float], None]) -> None:
-        """Open both legs; `opened` is told when that is done."""
+    def start(self, routed: Callable[[float], None]) -> None:
+        """Open both legs; `routed` is told when an instance has taken the request over: when P says
+        its first word, or when the legs are open if there is no P or it says none."""
         self._routing.in_flight.add(self)
-        self.spawn(self._start(opened))
+        self._routed = routed
+        self.spawn(self._start())
 
     async def next_message(self) -> inference_pb2.GenerateResponse | None:
         """The next message for the client, with everything that is ready; None at the end.
@@ -121,6 +124,8 @@ class RoutedCall:
         if self._timer is not None:
             self._timer.cancel()
         self._legs.close()
+        if self._times.opened is not None:
+            self._routed(self._times.opened)
         if self._state in (types_pb2.TRANSFER_STATE_ROUTED, types_pb2.TRANSFER_STATE_STREAMING):
             self._state_is(types_pb2.TRANSFER_STATE_CANCELLED)
         self._routing.in_flight.remove(self)
@@ -164,10 +169,11 @@ class RoutedCall:
 
     # --- actions ----------------------------------------------------------------------------------
 
-    async def _start(self, opened: Callable[[float], None]) -> None:
+    async def _start(self) -> None:
         self._perform(self._machine.start(self._now()))
         self._times.opened = self._now()
-        opened(self._times.opened)
+        if self._machine.pairing.prefill is None:
+            self._routed(self._times.opened)
 
     def _perform(self, actions: list[Action]) -> None:
         for action in actions:
@@ -290,6 +296,11 @@ class RoutedCall:
             self._wake.set()
         if message.finish_reason != types_pb2.FINISH_REASON_UNSPECIFIED:
             self._last = message
+
+    def queued(self) -> None:
+        """See `legs.Call`."""
+        if self._machine.attempt == FIRST_ATTEMPT:
+            self._routed(self._now())
 
     def handed_off(self, timings: types_pb2.Timings) -> None:
         """See `legs.Call`."""

@@ -144,14 +144,14 @@ class RouterService(inference_pb2_grpc.InferenceServiceServicer):
                 tracing.end(route, error=_error(fault))
             self._metrics.routed(routing.clock.now() - times.accepted, fault)
         try:
-            # P's time begins where that of routing ends: when it has been called.
+            # A way there and back counts for who asks, as that of the first token does for P.
             call.start(lambda at: tracing.end(route, at=at))
             left = budget_ends - routing.clock.now() + rpc.STATUS_READ_S
             await rpc.write_within(_write_all(call, write), left)
         finally:
             times.key = call.key
             await call.close()
-            tracing.end(route, error=_error(_CLIENT_GONE))  # Unless the legs were opened.
+            tracing.end(route, error=_error(_CLIENT_GONE))  # Unless it was routed.
 
     async def _unless_left(self, read: Coroutine[Any, Any, RoutableRequest]) -> RoutableRequest:
         """What it reads, or its fault. Fault DRAINING when the router leaves before."""

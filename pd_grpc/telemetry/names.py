@@ -16,8 +16,8 @@ SPAN_ALLOCATE: Final = "pd.allocate"
 SPAN_COMPUTE: Final = "pd.compute"
 SPAN_SEND: Final = "pd.send"
 SPAN_FIRST_TOKEN: Final = "pd.first_token"
-# On D; where it prefills a request itself, `pd.queue` and `pd.compute` too. `pd.decode` is linked to
-# the `pd.step` batches it shared, and `pd.step_wait` is its wait for the first of them.
+# On D; where it prefills a request itself, `pd.queue` and `pd.compute` too. `pd.decode` is linked
+# to the `pd.step` batches it shared, and `pd.step_wait` is its wait for the first of them.
 SPAN_RESERVE: Final = "pd.reserve"
 SPAN_RECEIVE: Final = "pd.receive"
 SPAN_DECODE: Final = "pd.decode"
@@ -27,8 +27,8 @@ SPAN_STEP: Final = "pd.step"
 # `pd.compute` has one per chunk, `pd.send` one per acknowledged range.
 EVENT_CHUNK: Final = "pd.chunk"
 EVENT_ACK: Final = "pd.ack"
-# When the client's leg was given these: on `pd.request` by the router's clock, on `pd.receive` (if
-# KV is still to come then) and `pd.decode` by D's.
+# When these left for the client: on `pd.request` by the router's clock, by D's on `pd.receive` where
+# KV is still to come then, and on `pd.decode`.
 EVENT_FIRST_TOKEN: Final = "pd.first_token"
 EVENT_SECOND_TOKEN: Final = "pd.second_token"
 # `pd.request` has one for each attempt after the first.

@@ -178,12 +178,13 @@ class _Attempt:
         second = decode.after_s(names.EVENT_SECOND_TOKEN)
         if second is None and decode.outcome != "ok":
             return None
-        # An answer of two tokens ends with its second.
-        step_ended_s = decode.duration_s if second is None else second
+        # An answer of two tokens ends with its second. The first may leave when D decodes already.
+        second_s = decode.duration_s if second is None else second
+        first_s = decode.after_s(names.EVENT_FIRST_TOKEN) or 0.0
         return {
             "exposed_send": self._tail_s(),
-            "step_wait": wait.duration_s,
-            "step": step_ended_s - wait.duration_s,
+            "step_wait": max(0.0, wait.duration_s - first_s),
+            "step": second_s - max(wait.duration_s, first_s),
         }
 
     @property

@@ -98,7 +98,7 @@ async def test_a_request_of_our_own_is_computed_and_decoded_however_long_it_wait
             assert queue.name == names.SPAN_QUEUE and queue.end_time == compute.start_time
             assert compute.name == names.SPAN_COMPUTE and compute.end_time == decode.start_time
             assert (decode.name, wait.name) == (names.SPAN_DECODE, names.SPAN_STEP_WAIT)
-            assert moment(decode, names.EVENT_FIRST_TOKEN) == decode.start_time
+            assert wait.start_time == decode.start_time
         assert len(d.server.runtime.spans) == 0
 
 
@@ -108,13 +108,14 @@ async def test_from_the_first_token_to_the_second_the_spans_adjoin() -> None:
     provider.add_span_processor(SimpleSpanProcessor(exporter))
     async with wire(provider=provider) as d:
         p = await d.prefill()
-        request = d.request(max_tokens=4)
+        request = d.request(max_tokens=24)
         client = d.generate(request)
         grant = await p.allocate(request)
         token, chunks = p.compute(request)
         await p.first_token(request, grant.grant_id, token)
+        first = await anext(aiter(client))
         await p.send_kv(request, grant, chunks)
-        assert await tokens_of(client) == d.answer(request)
+        assert [*first.token_ids, *await tokens_of(client)] == d.answer(request)
     spans = {span.name: span for span in exporter.get_finished_spans()}
     receive, decode, wait = (
         spans[name] for name in (names.SPAN_RECEIVE, names.SPAN_DECODE, names.SPAN_STEP_WAIT)
@@ -128,7 +129,7 @@ async def test_from_the_first_token_to_the_second_the_spans_adjoin() -> None:
     assert wait.end_time == steps[0].start_time
     assert steps[0].end_time is not None
     second = moment(decode, names.EVENT_SECOND_TOKEN)
-    assert 0 <= second - steps[0].end_time < 1e9
+    assert steps[0].end_time <= second
 
 
 async def test_a_client_that_is_refused_takes_no_place_in_the_trace_of_the_right_one() -> None:
@@ -137,7 +138,7 @@ async def test_a_client_that_is_refused_takes_no_place_in_the_trace_of_the_right
     provider.add_span_processor(SimpleSpanProcessor(exporter))
     async with wire(provider=provider) as d:
         p = await d.prefill()
-        request = d.request(max_tokens=4)
+        request = d.request(max_tokens=24)
         grant = await p.allocate(request)
         bad = d.request(transfer_id=request.transfer_id, prompt=[5000])
         assert (await fault_of(d.generate(bad))).reason is Reason.BAD_REQUEST
@@ -156,7 +157,7 @@ async def test_a_client_that_is_refused_takes_no_place_in_the_trace_of_the_right
 async def test_refused_calls_leave_nothing_behind_and_disturb_no_other() -> None:
     async with wire() as d:
         p = await d.prefill()
-        request = d.request(max_tokens=4)
+        request = d.request(max_tokens=24)
         call = d.generate(request)
         grant = await p.allocate(request)
         assert (await fault_of(d.generate(request))).reason is Reason.DUPLICATE_TRANSFER
