@@ -53,7 +53,7 @@ class DecodeRuntime:
         self.spans = spans
         self._set_ready = set_ready
         self._loop = asyncio.get_running_loop()
-        self._requests = RequestLog(log, machine.ledger)
+        self.requests = RequestLog(log, machine.ledger)
         self._engine_thread = EngineThread(log)
         self._driver: Driver[ev.Event, act.Action] = Driver(
             machine, clock, self._perform, before=self._hear
@@ -83,7 +83,7 @@ class DecodeRuntime:
         call, answer = self._open_unary()
         self._keys[call] = key_of(request.ref)
         self.spans.allocate(key_of(request.ref), context, self._clock.now())
-        self._requests.asked(key_of(request.ref), context, request.request_id)
+        self.requests.asked(key_of(request.ref), context, request.request_id)
         self.feed(ev.AllocateCalled(call, request))
         try:
             response = await answer
@@ -92,7 +92,7 @@ class DecodeRuntime:
             raise
         finally:
             del self._unary[call], self._keys[call]
-            self._requests.asked_in_vain(key_of(request.ref))
+            self.requests.asked_in_vain(key_of(request.ref))
         assert isinstance(response, decode_pb2.AllocateResponse)
         return response
 
@@ -139,10 +139,10 @@ class DecodeRuntime:
         transfer, refused = self.machine.ledger.of_call(call), self._refused.get(call)
         who = context, request.request_id, direct
         if transfer is not None:
-            self._requests.called(transfer.key, *who)
+            self.requests.called(transfer.key, *who)
         elif refused is not None:
             key = key_of(request.handoff.ref) if request.HasField("handoff") else None
-            self._requests.turned_away(key, refused, *who)
+            self.requests.turned_away(key, refused, *who)
         return call, outbox
 
     def _open_generate(
@@ -277,7 +277,7 @@ class DecodeRuntime:
             self._session_log.dismissed(action.owner)
 
     def _note(self, change: act.Changed, now: float) -> None:
-        self._requests.changed(change)
+        self.requests.changed(change)
         self.spans.changed(change, now)
         for listener in self.listeners:
             listener(change)

@@ -47,7 +47,7 @@ class CallOutbox:
 
 
 @dataclass
-class _Caller:
+class Caller:
     """Who called Prefill and for what, as the line of its failure needs it."""
 
     request: prefill_pb2.PrefillRequest
@@ -98,7 +98,7 @@ class PrefillRuntime:
         self._bulk: BulkSender | None = None
         self._numbers = count(1)
         self._calls: dict[int, CallOutbox] = {}
-        self._callers: dict[int, _Caller] = {}
+        self.callers: dict[int, Caller] = {}
         self._peers: dict[str, DecodePeer] = {}
         self._shards: dict[str, set[str]] = {}
         self._closing: set[asyncio.Task[None]] = set()
@@ -121,7 +121,7 @@ class PrefillRuntime:
         """A Prefill call, of a router unless it is `direct`; the caller reports its end."""
         call, outbox = next(self._numbers), CallOutbox()
         self._calls[call] = outbox
-        self._callers[call] = _Caller(request, context, direct)
+        self.callers[call] = Caller(request, context, direct)
         event = ev.PrefillCalled(call, request, budget_s)
         self._spans.called(event, context)
         self.feed(event)
@@ -131,7 +131,7 @@ class PrefillRuntime:
         """A Prefill call is gone; after its end that changes nothing."""
         del self._calls[call]
         self.feed(ev.PrefillCallEnded(call))
-        del self._callers[call]
+        del self.callers[call]
 
     async def on_engine_thread(self, work: Callable[[], None]) -> None:
         """Do something between two steps."""
@@ -227,7 +227,7 @@ class PrefillRuntime:
 
     def _note_failure(self, call: int, fault: Fault) -> None:
         """Once: of a request that was taken in at its change of state, else at the call's end."""
-        caller = self._callers.get(call)
+        caller = self.callers.get(call)
         if caller is None or caller.noted:
             return
         caller.noted = True

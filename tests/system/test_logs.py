@@ -8,7 +8,7 @@ import contextlib
 import logging
 import random
 import re
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sized
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,6 +19,7 @@ import pytest
 from pd_grpc.decode.states import DecodeState
 from pd_grpc.protocol import rpc
 from pd_grpc.protocol.config import RouterConfig
+from pd_grpc.protocol.messages import sampling_to_proto
 from pd_grpc.protocol.sampling import Sampling
 from pd_grpc.telemetry.logs import LOGGER, HumanFormatter, JsonFormatter
 from pd_grpc.testing.faults import Direction, Injector, Kind, Rule
@@ -43,6 +44,8 @@ class Lines(logging.Handler):
     def __init__(self) -> None:
         super().__init__(logging.DEBUG)
         self.records: list[logging.LogRecord] = []
+        self.single: logging.LogRecord | None = None
+        """The one line that the last failed request may have."""
 
     def emit(self, record: logging.LogRecord) -> None:
         self.records.append(record)
@@ -73,6 +76,11 @@ def lines() -> Iterator[Lines]:
     yield handler
     logger.removeHandler(handler)
     logger.setLevel(level)
+    if handler.single is not None:
+        # Also of those who heard of it last, when the cluster has ended.
+        assert handler.about(TRACE) == [handler.single]
+        if transfer_id := getattr(handler.single, "transfer_id", None):
+            assert handler.of_transfer(transfer_id) == [handler.single]
     shown = [t for t in handler.texts() if WORD in t or re.search(rf"(?<!\w){MARK}(?!\w)", t)]
     assert shown == []
     unsigned = [t for r, t in zip(handler.records, handler.texts(), strict=False) if not of(r)]
@@ -125,13 +133,17 @@ def prompt(tokens: int = 40, sampling: Sampling = SAMPLING) -> inference_pb2.Gen
 
 
 async def one_line(lines: Lines) -> logging.LogRecord:
-    """The line of the one request that failed, once every instance has said what it has to say."""
+    """The line of the one request that failed; there may come no other."""
     await until(lambda: bool(lines.about(TRACE)))
-    (line,) = lines.about(TRACE)
-    transfer_id = getattr(line, "transfer_id", None)
-    if transfer_id:
-        assert lines.of_transfer(transfer_id) == [line]
-    return line
+    (lines.single,) = lines.about(TRACE)
+    return lines.single
+
+
+def words(times: int = 12, sampling: Sampling = SAMPLING) -> inference_pb2.GenerateRequest:
+    """A prompt of text."""
+    return inference_pb2.GenerateRequest(
+        text=f"{WORD} " * times, sampling=sampling_to_proto(sampling)
+    )
 
 
 def says(line: logging.LogRecord, instance: str, reason: str) -> bool:
@@ -143,6 +155,10 @@ async def asking(**settings: Any) -> AsyncIterator[tuple[Cluster, Any]]:
     """A cluster and its stub."""
     async with cluster(**settings) as servers, servers.client() as stub:
         yield servers, stub
+        # Nothing is kept of a request that has ended.
+        kept: list[Sized] = [d.runtime.requests for d in servers.decodes]
+        kept += [p.runtime.callers for p in servers.prefills]
+        await until(lambda: not any(len(each) for each in kept))
 
 
 async def test_a_request_that_succeeds_has_no_line(lines: Lines) -> None:
@@ -183,7 +199,7 @@ async def test_a_request_too_large_for_any_pool_has_one_line(lines: Lines) -> No
 
 async def test_a_client_that_leaves_has_one_line_on_the_router(lines: Lines) -> None:
     async with asking(sim_time_scale=5.0) as (_, stub):
-        assert (await asked(stub, prompt(sampling=LONG), leave_after=3)).code == "CANCELLED"
+        assert (await asked(stub, words(sampling=LONG), leave_after=3)).code == "CANCELLED"
         line = await one_line(lines)
     assert says(line, "router", "CLIENT_GONE") and line.levelno == logging.INFO
 
@@ -247,7 +263,7 @@ async def test_an_engine_that_raises_has_its_line_where_it_runs(
     async with asking() as (servers, stub):
         server = (servers.prefills if role == "prefill" else servers.decodes)[0]
         monkeypatch.setattr(server.engine, role, _raise)
-        assert (await asked(stub, prompt())).code == "INTERNAL"
+        assert (await asked(stub, words())).code == "INTERNAL"
         line = await one_line(lines)
         monkeypatch.undo()
     assert says(line, server.name, "ENGINE_ERROR") and line.levelno == logging.WARNING
@@ -265,7 +281,7 @@ async def test_corrupt_kv_has_its_line_on_d(lines: Lines) -> None:
     rule = Rule(Kind.CORRUPT, "Transfer", Direction.REQUEST, messages={2}, damage=_spoiled)
     injector.add(rule)
     async with asking(prefill_wire=injected(injector)) as (_, stub):
-        assert (await asked(stub, prompt())).code == "UNAVAILABLE"
+        assert (await asked(stub, words())).code == "UNAVAILABLE"
         assert injector.strikes(rule) == 1
         assert says(await one_line(lines), "d0", "KV_CORRUPT")
 
