@@ -9,6 +9,17 @@ from pd_grpc.telemetry.instance_log import InstanceLog
 from pd_grpc.telemetry.log_events import Event
 
 
+_OF_LINKS = frozenset(
+    {
+        ev.SessionMessage,
+        ev.SessionBroken,
+        ev.AllocateAnswered,
+        ev.FirstTokenAnswered,
+        ev.ReleaseAnswered,
+    }
+)
+
+
 class LinkLog:
     """Writes what is news: that a session opened or was lost, and which Ds P does not ask.
 
@@ -24,6 +35,8 @@ class LinkLog:
 
     def heard(self, event: ev.Event) -> None:
         """An event is about to be handled."""
+        if type(event) not in _OF_LINKS:
+            return  # Most are of KV and steps.
         if isinstance(event, ev.SessionMessage):
             if event.message.WhichOneof("message") == "welcome":
                 self._opened(event.endpoint, event.message.welcome.instance.name)

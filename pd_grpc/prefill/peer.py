@@ -136,7 +136,7 @@ class DecodePeer:
 
     def allocate(self, asked: act.SendAllocate, metadata: Metadata) -> None:
         """Ask for blocks: a future, whose callback comes on a thread of grpc's."""
-        with Guard() as guard:
+        with Guard(self._wire.log) as guard:
             connection = self._connect(asked.link)
             future = connection.stub.Allocate.future(
                 asked.request, timeout=asked.timeout_s, metadata=tuple(metadata)
@@ -204,7 +204,7 @@ class DecodePeer:
         self._allocates.pop((asked.key, asked.ask), None)
         answer = None
         try:
-            with Guard() as guard:
+            with Guard(self._wire.log) as guard:
                 answer = ended.result()
         except grpc.FutureCancelledError:
             return
@@ -212,7 +212,7 @@ class DecodePeer:
 
     async def _send_first_token(self, sent: act.SendFirstToken, metadata: Metadata) -> None:
         state = None
-        with Guard() as guard:
+        with Guard(self._wire.log) as guard:
             answer = await self._stub.SendFirstToken(
                 sent.request, timeout=sent.timeout_s, metadata=tuple(metadata)
             )
@@ -220,7 +220,7 @@ class DecodePeer:
         self._feed(ev.FirstTokenAnswered(sent.key, sent.attempt, state, guard.fault))
 
     async def _release(self, sent: act.SendRelease, metadata: Metadata) -> None:
-        with Guard() as guard:
+        with Guard(self._wire.log) as guard:
             await self._stub.Release(sent.request, timeout=sent.timeout_s, metadata=tuple(metadata))
         self._feed(ev.ReleaseAnswered(sent, guard.fault))
 

@@ -142,7 +142,7 @@ async def start_prefill(
     instance = types_pb2.Instance(
         name=control.name, epoch=mint_epoch(clock), role=types_pb2.ROLE_PREFILL
     )
-    log = InstanceLog("prefill", instance.name)
+    log = wire.log = InstanceLog("prefill", instance.name)
     life = LifeLog(log)
     control.on_readiness = life.readiness
     pool = BlockPool(engine.memory.num_blocks)

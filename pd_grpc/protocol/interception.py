@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import TracebackType
@@ -14,7 +13,9 @@ import grpc.aio
 from pd_grpc.protocol import rpc
 from pd_grpc.protocol.config import Sizes, Timeouts
 from pd_grpc.protocol.faults import Code, Fault, TransportFault
+from pd_grpc.telemetry.instance_log import InstanceLog
 from pd_grpc.telemetry.instruments import Instruments
+from pd_grpc.telemetry.log_events import Event
 from pd_grpc.telemetry.rpc_calls import Calls
 from pd_grpc.telemetry.rpc_client import watch_aio_channel, watch_channel
 from pd_grpc.telemetry.rpc_server import ServedCalls
@@ -24,9 +25,6 @@ if TYPE_CHECKING:  # generic in the stubs alone
     ServerInterceptor = grpc.aio.ServerInterceptor[Any, Any]
 else:
     ServerInterceptor = grpc.aio.ServerInterceptor
-
-
-log = logging.getLogger("pd_grpc")
 
 
 def _as_it_is(channel: grpc.Channel) -> grpc.Channel:
@@ -59,6 +57,8 @@ class Wire:
 
     def __init__(self, interceptors: Interceptors = NONE) -> None:
         self._interceptors = interceptors
+        self.log = InstanceLog("protocol", "")
+        """That of the instance, once it has one."""
         self._served = ServedCalls()
         self._calls: Calls | None = None
 
@@ -92,8 +92,9 @@ class Guard:
     FutureCancelledError of a call that we have cancelled passes, for nobody waits for its answer.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, log: InstanceLog | None = None) -> None:
         self.fault: Fault | TransportFault | None = None
+        self._log = log or InstanceLog("protocol", "")
 
     def __enter__(self) -> Guard:
         return self
@@ -109,7 +110,7 @@ class Guard:
         if isinstance(error, grpc.RpcError):
             self.fault = rpc.read_error(error)
         else:
-            log.error("a call could not be made", exc_info=error)
+            self._log.note(Event.DEFECT, "a call could not be made", error=error)
             text = f"the call could not be made: {error!r}"
             self.fault = TransportFault(Code.INTERNAL, text)
         return True
