@@ -8,7 +8,6 @@ from pd_grpc.protocol.faults import Fault, TransportFault
 from pd_grpc.telemetry.instance_log import InstanceLog
 from pd_grpc.telemetry.log_events import Event
 
-
 _OF_LINKS = frozenset(
     {
         ev.SessionMessage,
