@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -14,9 +15,12 @@ from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import BatchSpanProcessor
 
 from pd_grpc.telemetry import otlp as sending
+from pd_grpc.telemetry.quick_spans import QuickProvider
 
 STOP_S = 3.0
 """How long a stop waits for a collector to take what is left."""
+
+_METRICS_EXPORTER = "OTEL_METRICS_EXPORTER"
 
 Closer = Callable[[], object]
 
@@ -63,10 +67,11 @@ def make_telemetry(service: str, instance: str, otlp: str, prometheus: str) -> T
     (host:port, 0 is any free port); "" is off.
 
     Sampling follows the caller's decision and OpenTelemetry's own OTEL_TRACES_SAMPLER, the queue of
-    spans OTEL_BSP_MAX_QUEUE_SIZE, the period of metrics OTEL_METRIC_EXPORT_INTERVAL. A collector
-    that cannot be reached is one line in the log for each signal, and so is its return; what it
-    misses is dropped. RuntimeError names the extra to install when an exporter is missing; OSError
-    when Prometheus's port cannot be had.
+    spans OTEL_BSP_MAX_QUEUE_SIZE, the period of metrics OTEL_METRIC_EXPORT_INTERVAL; a collector of
+    traces alone is sent no metrics with OTEL_METRICS_EXPORTER=none. A collector that cannot be
+    reached is one line in the log for each signal, and so is its return; what it misses is dropped.
+    RuntimeError names the extra to install when an exporter is missing, and the variable of
+    OpenTelemetry that it cannot use; OSError when Prometheus's port cannot be had.
     """
     resource = Resource.create({"service.name": service, "service.instance.id": instance})
     readers: list[MetricReader] = []
@@ -80,11 +85,15 @@ def make_telemetry(service: str, instance: str, otlp: str, prometheus: str) -> T
         readers.append(reader)
         closers.append(close)
     if otlp:
-        spans, metrics = _exporters(otlp, instance)
-        processor = BatchSpanProcessor(spans)
-        tracers = TracerProvider(resource=resource)
-        tracers.add_span_processor(processor)
-        readers.append(PeriodicExportingMetricReader(metrics))
+        try:
+            spans, metrics = _exporters(otlp, instance)
+            tracers = QuickProvider(resource)
+            tracers.add_span_processor(BatchSpanProcessor(spans))
+            if os.environ.get(_METRICS_EXPORTER) != "none":
+                readers.append(PeriodicExportingMetricReader(metrics))
+        except ValueError as error:
+            given = ", ".join(sorted(name for name in os.environ if name.startswith("OTEL_")))
+            raise RuntimeError(f"one of {given} cannot be used: {error}") from error
         closers.append(tracers.shutdown)
         stoppers += [spans.stop, metrics.stop]
         leavers += [spans.shutdown, metrics.shutdown, sending.quiet(spans)]
@@ -96,13 +105,19 @@ def make_telemetry(service: str, instance: str, otlp: str, prometheus: str) -> T
 
 def _exporters(otlp: str, instance: str) -> tuple[sending.WatchedSpans, sending.WatchedMetrics]:
     try:
+        from opentelemetry.exporter.otlp.proto.grpc.exporter import (
+            InvalidCompressionValueException,
+        )
         from opentelemetry.exporter.otlp.proto.grpc.metric_exporter import OTLPMetricExporter
 
         from pd_grpc.telemetry.span_encoding import FastSpanExporter
     except ImportError as error:
         raise RuntimeError(_missing(f"sending spans to {otlp}", "otlp")) from error
-    spans = FastSpanExporter(otlp, sending.ATTEMPT_S)
-    metrics = OTLPMetricExporter(endpoint=otlp, insecure=True, timeout=sending.ATTEMPT_S)
+    try:
+        spans = FastSpanExporter(otlp, sending.ATTEMPT_S)
+        metrics = OTLPMetricExporter(endpoint=otlp, insecure=True, timeout=sending.ATTEMPT_S)
+    except InvalidCompressionValueException as error:
+        raise ValueError(str(error)) from error
     return (
         sending.WatchedSpans(spans, sending.Reach("spans", otlp, instance)),
         sending.WatchedMetrics(metrics, sending.Reach("metrics", otlp, instance)),

@@ -9,11 +9,14 @@ from typing import Any
 
 import pytest
 
+from pd_grpc.cli.settings import SettingsError, load_settings
 from pd_grpc.protocol.clock import ManualClock
+from pd_grpc.protocol.config import RouterConfig
 from pd_grpc.telemetry import names
 from pd_grpc.telemetry.exporting import Telemetry, make_telemetry
 from pd_grpc.telemetry.instruments import Instruments
 from pd_grpc.telemetry.tracing import Tracing
+from tests.cli.running import pd_grpc
 from tests.telemetry.collector import Collector
 
 
@@ -65,6 +68,47 @@ def test_spans_and_metrics_reach_a_collector_with_the_name_of_the_instance() -> 
     (metric,) = measured.scope_metrics[0].metrics
     assert (metric.name, metric.unit) == ("pd.refusals", "{call}")
     assert metric.sum.data_points[0].as_int == 2
+
+
+MALFORMED = ("foo", "127.0.0.1", ":4317", "http://127.0.0.1:4317", "h:70000", "[::1:4317", "a b:1")
+
+
+@pytest.mark.parametrize("field", ["otlp", "prometheus"])
+@pytest.mark.parametrize("value", MALFORMED)
+def test_a_malformed_endpoint_is_refused_with_the_name_of_its_field(field: str, value: str) -> None:
+    for argv, environ in ([f"--{field}", value], {}), ([], {f"PD_{field.upper()}": value}):
+        with pytest.raises(SettingsError, match=rf"^{field} must .*, not '"):
+            load_settings(RouterConfig, argv, environ)
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "why"),
+    [
+        ("OTEL_BSP_MAX_QUEUE_SIZE", "100", "max_export_batch_size must be less"),
+        ("OTEL_METRIC_EXPORT_INTERVAL", "-1", "needs to be larger than zero"),
+        ("OTEL_EXPORTER_OTLP_METRICS_TIMEOUT", "soon", "could not convert"),
+        ("OTEL_EXPORTER_OTLP_COMPRESSION", "none at all", "compression"),
+    ],
+)
+def test_a_variable_of_opentelemetry_that_cannot_be_used_is_said_in_one_line(
+    variable: str, value: str, why: str
+) -> None:
+    done = pd_grpc("serve", "router", "--otlp", "127.0.0.1:4317", environ={variable: value})
+    assert done.returncode == 2
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("pd-grpc serve router: one of ")
+    assert variable in line and why in line
+
+
+def test_a_collector_of_traces_alone_is_sent_no_metrics(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OTEL_METRICS_EXPORTER", "none")
+    with Collector() as collector:
+        telemetry = make_telemetry("pd-grpc-prefill", "p0", collector.endpoint, "")
+        tracing = Tracing(ManualClock(), "p0", "prefill", telemetry.tracers)
+        tracing.end(tracing.start(names.SPAN_QUEUE))
+        telemetry.shutdown()
+    assert [span.name for span in collector.all_spans()] == ["pd.queue"]
+    assert collector.metrics.asked == 0
 
 
 def test_prometheus_is_answered_until_the_end() -> None:
