@@ -54,8 +54,11 @@ ROLE = {
 def system(phoenix: Phoenix, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningSystem]:
     """A router, a P and a D that send their spans to Phoenix."""
     logs = tmp_path_factory.mktemp("up")
-    with running_up(logs, "--otlp", phoenix.otlp, OTEL_BSP_SCHEDULE_DELAY="100") as running:
+    # Phoenix takes traces alone.
+    variables = {"OTEL_BSP_SCHEDULE_DELAY": "100", "OTEL_METRICS_EXPORTER": "none"}
+    with running_up(logs, "--otlp", phoenix.otlp, **variables) as running:
         yield running
+        assert "telemetry.exporting" not in running.log(), "it has taken everything"
 
 
 def arrived(phoenix: Phoenix, trace_id: str, names: set[str]) -> dict[str, BackendSpan]:
