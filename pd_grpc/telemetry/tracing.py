@@ -16,7 +16,6 @@ from opentelemetry import context as current
 from opentelemetry import trace
 from opentelemetry.context import Context
 from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
-from opentelemetry.sdk.trace.sampling import Sampler
 from opentelemetry.trace import (
     Link,
     NonRecordingSpan,
@@ -31,6 +30,7 @@ from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapProp
 from opentelemetry.util.types import AttributeValue
 
 from pd_grpc.telemetry import baggage, names
+from pd_grpc.telemetry.quick_spans import QuickProvider, follows_parents
 from pd_grpc.telemetry.recent import NOT_KEPT, RecentTraces
 
 _SCOPE = "pd_grpc"
@@ -75,7 +75,7 @@ class Tracing:
         # Without a provider of somebody's, what is not kept goes nowhere.
         self._only_keeps = self._keeps and provider is None
         if self._keeps:
-            provider = provider or TracerProvider(shutdown_on_exit=False)
+            provider = provider or QuickProvider(shutdown_on_exit=False)
         self._clock = clock
         # One anchor between the two clocks: spans of one process keep their order and lengths even
         # when the wall clock is set.
@@ -85,7 +85,7 @@ class Tracing:
             self._who[names.ATTR_INSTANCE] = instance
         self._provider = provider
         self._tracer = None if provider is None else provider.get_tracer(_SCOPE)
-        self._follows = provider is not None and _follows_parents(provider.sampler)
+        self._follows = provider is not None and follows_parents(provider.sampler)
 
     @property
     def records(self) -> bool:
@@ -115,7 +115,7 @@ class Tracing:
         carried = "" if parent is None else baggage.written(parent)
         if carried and span is not trace.INVALID_SPAN:
             _BAGGAGE[span] = carried
-        elif span in _BAGGAGE:
+        elif _BAGGAGE and span in _BAGGAGE:
             # That of the caller, who has another now.
             del _BAGGAGE[span]
         return span
@@ -193,7 +193,8 @@ class Tracing:
     @staticmethod
     def context(span: Span) -> Context:
         """What makes `span` the parent of another, here or in another process."""
-        return baggage.handed_on(_BAGGAGE.get(span, ""), trace.set_span_in_context(span, Context()))
+        context = trace.set_span_in_context(span, _NO_CONTEXT)
+        return baggage.handed_on(_BAGGAGE.get(span, ""), context) if _BAGGAGE else context
 
     def shutdown(self) -> None:
         """Export what is left and stop. Blocks while the collector is slow: not for the loop."""
@@ -236,15 +237,6 @@ def trace_id(context: Context | None) -> str:
     """The trace id as 32 hex digits; empty when the context has none."""
     found = trace.get_current_span(Context() if context is None else context).get_span_context()
     return trace.format_trace_id(found.trace_id) if found.is_valid else ""
-
-
-def _follows_parents(sampler: Sampler) -> bool:
-    """Whether a span whose parent is not sampled never is either: so of the samplers whose names
-    begin with `parentbased`, which say so of themselves."""
-    about = sampler.get_description()
-    return about.startswith("ParentBased{") and all(
-        f"{whose}ParentNotSampled:AlwaysOffSampler" in about for whose in ("remote", "local")
-    )
 
 
 def _is_left_out(parent: Span) -> bool:
