@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
+from concurrent.futures import ThreadPoolExecutor
+
+from opentelemetry.sdk.trace import ReadableSpan, SpanLimits, TracerProvider
 
 from pd_grpc.protocol.clock import ManualClock
 from pd_grpc.telemetry import names
-from pd_grpc.telemetry.recent import MOST_SPANS, RecentTraces
+from pd_grpc.telemetry.recent import MOST_SPANS, SPANS_A_TRACE, RecentTraces
 from pd_grpc.telemetry.tracing import Tracing, extract, trace_id
 
 TRACEPARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
@@ -55,12 +57,62 @@ def test_the_oldest_makes_room() -> None:
     assert [bool(kept.recent.find(each)) for each in ids] == [False, False, True, True, True]
 
 
-def test_one_trace_keeps_no_more_than_so_many_spans() -> None:
+def test_of_one_trace_the_newest_spans_are_kept() -> None:
+    """One caller may send all its requests in one."""
     kept = tracing()
     context = extract([("traceparent", TRACEPARENT)])
-    for _ in range(MOST_SPANS + 10):
-        kept.end(kept.start("pd.request", parent=context))
-    assert len(kept.recent.find(TRACEPARENT.split("-")[1])) == MOST_SPANS
+    for n in range(MOST_SPANS + 10):
+        kept.end(kept.start("pd.request", parent=context, attributes={"pd.request_id": f"r-{n}"}))
+    found = kept.recent.find(TRACEPARENT.split("-")[1])
+    assert len(found) == MOST_SPANS
+    assert (found[0].attributes or {})["pd.request_id"] == "r-10"
+    assert kept.recent.find(f"r-{MOST_SPANS + 9}") == found and not kept.recent.find("r-9")
+
+
+def test_all_traces_together_keep_no_more_than_so_many_spans() -> None:
+    kept = tracing(keep=8)
+    for n in range(16):
+        span = kept.start("pd.request", attributes={names.ATTR_REQUEST_ID: f"r-{n}"})
+        for _ in range(200):
+            kept.end(kept.start("pd.send", parent=Tracing.context(span)))
+        kept.end(span)
+    held = [len(kept.recent.find(f"r-{n}")) for n in range(16)]
+    # Two and a half of them are what eight traces of the usual size have.
+    assert held == [0] * 14 + [201] * 2 and sum(held) <= 8 * SPANS_A_TRACE
+
+
+def test_a_span_keeps_no_more_than_so_many_moments() -> None:
+    """A prompt of a million tokens is acknowledged in as many pieces as its receiver likes."""
+    kept = tracing()
+    span = kept.start("pd.send", attributes={names.ATTR_TRANSFER_ID: "t-1"})
+    for n in range(100_000):
+        kept.event(span, names.EVENT_ACK, attributes={names.ATTR_BLOCK_START: n})
+    kept.end(span)
+    (found,) = kept.recent.find("t-1")
+    assert len(found.events) == SpanLimits().max_events
+    assert (found.events[-1].attributes or {})[names.ATTR_BLOCK_START] == 99_999
+
+
+def test_many_threads_may_keep_and_find_at_once() -> None:
+    kept = tracing(keep=4)
+    context = extract([("traceparent", TRACEPARENT)])
+
+    def work(n: int) -> int:
+        for i in range(200):
+            kept.end(kept.start("pd.a", parent=context if i % 2 else None))
+            kept.recent.find(f"r-{n}")
+        return len(kept.recent.find(TRACEPARENT.split("-")[1]))
+
+    with ThreadPoolExecutor(8) as pool:
+        assert max(pool.map(work, range(8))) <= MOST_SPANS
+
+
+def test_an_id_in_hex_that_is_no_traces_may_be_a_requests() -> None:
+    kept = tracing()
+    record(kept, request_id="ab" * 16)
+    assert names_of(kept.recent.find("ab" * 16)) == ["pd.route"]
+    for odd in ("", "0" * 32, "+" + "a" * 31, "_" * 32, "zz" * 16):
+        assert kept.recent.find(odd) == []
 
 
 def test_a_step_belongs_to_nobody_and_is_not_kept() -> None:
