@@ -207,7 +207,8 @@ class _Attempt:
 
 
 def _attempts(spans: Iterable[Work]) -> list[_Attempt]:
-    """Those a P or a D knows of, in order. D numbers its own prefills from 1 each time."""
+    """Those a P or a D knows of, in order. A D that prefills itself numbers each from 1: only then
+    does the order hang on two clocks, and no sum does."""
     found: dict[tuple[int, str], list[Work]] = {}
     for span in spans:
         if span.attempt and span.name not in (names.SPAN_REQUEST, names.SPAN_ROUTE):
