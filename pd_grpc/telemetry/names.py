@@ -27,8 +27,8 @@ SPAN_STEP: Final = "pd.step"
 # `pd.compute` has one per chunk, `pd.send` one per acknowledged range.
 EVENT_CHUNK: Final = "pd.chunk"
 EVENT_ACK: Final = "pd.ack"
-# When these left for the client: on `pd.request` by the router's clock, by D's on `pd.receive` where
-# KV is still to come then, and on `pd.decode`.
+# When these left for the client: on `pd.request` by the router's clock; by D's on `pd.receive`,
+# where KV is still to come then, or on `pd.decode`.
 EVENT_FIRST_TOKEN: Final = "pd.first_token"
 EVENT_SECOND_TOKEN: Final = "pd.second_token"
 # `pd.request` has one for each attempt after the first.
