@@ -54,6 +54,13 @@ class Event(enum.Enum):
         _INFO, _ROUTER, "a request that failed is tried again or goes on with other instances"
     )
     RELEASE_UNHEARD = Line(_DEBUG, _P, "D could not be told that a transfer has ended")
+    COLLECTOR_AWAY = Line(
+        _WARNING,
+        _ALL,
+        "the OTLP collector takes no spans, or no metrics: they are dropped, and why",
+    )
+    COLLECTOR_SLOW = Line(_WARNING, _ALL, "it takes fewer spans than are made: some are dropped")
+    COLLECTOR_BACK = Line(_INFO, _ALL, "it takes them again")
     ENGINE_RAISED = Line(_ERROR, "prefill, decode", "the engine raised, with the traceback")
     DEFECT = Line(_ERROR, _ALL, "something raised that nobody foresaw, with the traceback")
     LINES_LEFT_OUT = Line(_WARNING, _ALL, "how many lines of one kind were not written")

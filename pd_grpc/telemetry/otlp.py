@@ -16,13 +16,14 @@ from opentelemetry.sdk.metrics.export import MetricExporter, MetricExportResult,
 from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
 
+from pd_grpc.telemetry.instance_log import InstanceLog
+from pd_grpc.telemetry.log_events import Event
+
 ATTEMPT_S = 3.0
 """How long one batch is tried, from its first attempt to its last."""
 
 _EXPORTERS = logging.getLogger("opentelemetry.exporter.otlp.proto.grpc.exporter")
 _QUEUES = logging.getLogger("opentelemetry.sdk._shared_internal")
-
-_log = logging.getLogger("pd_grpc.telemetry.exporting")
 
 
 class Reach:
@@ -31,7 +32,8 @@ class Reach:
 
     def __init__(self, signal: str, endpoint: str, instance: str) -> None:
         self._signal = signal
-        self._extra = {"instance": instance, "peer": endpoint}
+        self._endpoint = endpoint
+        self._log = InstanceLog("telemetry.exporting", instance)
         self._away_since: float | None = None
         self._full = False
         self._told_full = False
@@ -67,23 +69,26 @@ class Reach:
     def _taken(self) -> None:
         if self._away_since is not None:
             away_s = time.monotonic() - self._away_since
-            text = "the collector takes %s again, after %.0f s"
-            _log.info(text, self._signal, away_s, extra=self._extra)
+            self._note(Event.COLLECTOR_BACK, "the collector takes %s again, after %.0f s", away_s)
             self._away_since = None
             # It is full of what came while nobody took it.
             self._full = False
         if self._full and not self._told_full:
             self._told_full = True
             text = "%s are dropped: the collector takes them more slowly than they are made"
-            _log.warning(text, self._signal, extra=self._extra)
+            self._note(Event.COLLECTOR_SLOW, text)
 
     def _missed(self, words: str) -> None:
         if self._away_since is None:
             self._away_since = time.monotonic()
             text = "%s are dropped until the collector takes them: %s"
-            _log.warning(
-                text, self._signal, words or "the exporter does not say why", extra=self._extra
-            )
+            if self._stopping:
+                text = "the last %s are dropped: %s"
+            words = words or "the exporter does not say why"
+            self._note(Event.COLLECTOR_AWAY, text, words)
+
+    def _note(self, event: Event, text: str, *args: object) -> None:
+        self._log.note(event, text, self._signal, *args, peer=self._endpoint)
 
 
 class WatchedSpans(SpanExporter):

@@ -160,13 +160,17 @@ def test_a_collector_slower_than_the_spans_are_made_loses_some_and_that_is_said_
     assert work.longest_s < SCHEDULING_S
 
 
-def test_a_stop_gives_up_on_a_collector_that_answers_too_slowly() -> None:
+def test_a_stop_gives_up_on_a_collector_that_answers_too_slowly(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     with Collector() as collector:
         collector.answers(after_s=2.0)
         # `working` times the stop: four batches of two seconds wait for it.
         with working(collector.endpoint) as work:
             work.do(QUEUE)
             wait_for(lambda: collector.spans.asked > 0, "the first batch")
+    (line,) = lines(caplog, "spans")
+    assert line.startswith("the last spans are dropped: ")
 
 
 def test_each_time_it_goes_and_each_time_it_comes_back_is_one_line(
