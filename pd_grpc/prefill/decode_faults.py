@@ -103,7 +103,8 @@ def end_state_fault(state: types_pb2.TransferState) -> Fault:
     name = _name(state)
     expired = state == types_pb2.TRANSFER_STATE_EXPIRED
     reason = Reason.LEASE_EXPIRED if expired else Reason.RELEASED
-    return Fault(reason, f"the decode instance had ended the transfer: {name}", {"state": name})
+    text = f"the decode instance had ended the transfer: {name}"
+    return Fault(reason, text, {"state": name}, heard=True)
 
 
 def _name(state: types_pb2.TransferState) -> str:

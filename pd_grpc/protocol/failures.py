@@ -25,12 +25,11 @@ NOTED_WHERE_IT_AROSE = frozenset(
         Reason.KV_CORRUPT,
         Reason.LEASE_EXPIRED,
         Reason.CLIENT_ABSENT,
-        Reason.RELEASED,
     }
 )
 """They arise in one place, and the others hear of them. All other reasons several instances may
 find by themselves, each in its own words: that a peer is lost, that time is over, that a request
-cannot be taken. They are noted once by whom the client called."""
+cannot be taken, that it has ended elsewhere. They are noted once by whom the client called."""
 
 _OF_NO_INTEREST = frozenset({Reason.SUPERSEDED})
 """What took over has its own end."""

@@ -295,7 +295,9 @@ async def test_an_operator_who_ends_a_request_has_one_line(lines: Lines) -> None
 
         ended = await asked(stub, prompt(sampling=LONG), on_token=end)
         assert ended.code == "ABORTED"
-        assert says(await one_line(lines), "d0", "RELEASED")
+        line = await one_line(lines)
+    assert says(line, "router", "RELEASED") and line.levelno == logging.INFO
+    assert "the test wants it so" in line.getMessage()
 
 
 async def test_a_request_that_goes_on_elsewhere_has_the_failure_and_the_try(
