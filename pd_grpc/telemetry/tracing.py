@@ -29,7 +29,7 @@ from opentelemetry.trace import (
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 from opentelemetry.util.types import AttributeValue
 
-from pd_grpc.telemetry import baggage, names
+from pd_grpc.telemetry import baggage, names, tracestate
 from pd_grpc.telemetry.quick_spans import QuickProvider, follows_parents
 from pd_grpc.telemetry.recent import NOT_KEPT, RecentTraces
 
@@ -224,6 +224,8 @@ def extract(metadata: Iterable[tuple[str, str | bytes]] | None) -> Context:
     for key, value in metadata or ():
         if isinstance(value, str) and key.lower() in _FIELDS:
             carrier.setdefault(key.lower(), []).append(value)
+    if not tracestate.is_sound(carrier.get(tracestate.FIELD, ())):
+        del carrier[tracestate.FIELD]
     context = _W3C.extract(carrier, Context())
     return baggage.read(carrier.get(baggage.FIELD, ()), context)
 
