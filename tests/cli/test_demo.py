@@ -29,7 +29,11 @@ def test_the_demonstration_answers_and_shows_where_the_time_went(tmp_path: Path)
         assert re.search(rf"^{name}: process \d+$", done.stdout, re.MULTILINE)
     answers = done.stdout.split("Where the time")[0]
     assert "Paris" in answers and "4" in answers.split("What is 2 + 2?")[1]
-    for stage in ("route", "queue", "prepare", "allocate", "compute", "first_token"):
-        assert re.search(rf"^{stage} +\d+\.\d( +█*)?$", done.stdout, re.MULTILINE), done.stdout
+    waited_for = ("route", "queue", "prepare", "compute", "first_token", "decode", "step_wait")
+    for stage in waited_for:
+        bar = rf"^\* +pd\.{stage} +(router|prefill-0|decode-0) +\d+\.\d +█+$"
+        assert re.search(bar, done.stdout, re.MULTILINE), done.stdout
+    for token in ("first token after", "second token behind it by"):
+        assert re.search(rf"^{token} \d+\.\d ms: ", done.stdout, re.MULTILINE), done.stdout
     assert "prefilled by prefill-0" in done.stdout and "decoded by decode-0" in done.stdout
     assert list(tmp_path.glob("pd-grpc-*")) == [], "logs are left"
