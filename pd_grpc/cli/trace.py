@@ -18,7 +18,7 @@ from pd_grpc.protocol.config import Sizes, Timeouts
 from pd_grpc.protocol.faults import Fault
 from pd_grpc.protocol.span_messages import read_spans
 from pd_grpc.telemetry import names
-from pd_grpc.telemetry.partition import requests
+from pd_grpc.telemetry.partition import requests, whole_of
 from pd_grpc.v1 import admin_pb2, admin_pb2_grpc
 
 _ANSWER_S = 5.0
@@ -48,9 +48,27 @@ def trace(
 
 
 def fetch(endpoint: str, wanted: str) -> list[admin_pb2.Span]:
-    """The spans that an instance, and those behind it, have of a request. grpc.RpcError."""
+    """The spans that an instance, and those behind it, have of a trace, or of one request of it.
+    grpc.RpcError."""
     with rpc.sync_channel(endpoint, Timeouts(), Sizes()) as channel:
-        return list(_ask(admin_pb2_grpc.AdminServiceStub(channel), wanted).spans)
+        spans = list(_ask(admin_pb2_grpc.AdminServiceStub(channel), wanted).spans)
+    return spans if spans[0].trace_id == wanted.lower() else of_request(spans, wanted)
+
+
+def of_request(spans: Sequence[admin_pb2.Span], wanted: str) -> list[admin_pb2.Span]:
+    """Of a trace that may have many requests, the spans of the one with this id, or this id of its
+    transfer; all of them when it is none's."""
+    works = read_spans(spans)
+    named = [
+        {work.span_id for work in each}
+        for each in requests(works)
+        if any(wanted in (w.transfer_id, w.attributes.get(names.ATTR_REQUEST_ID)) for w in each)
+    ]
+    mine = set().union(*named)
+    known = {work.span_id: work for work in works}
+    # A call belongs to the work that makes it.
+    mine |= {w.span_id for w in works if (whole := whole_of(w, known)) and whole.span_id in mine}
+    return [span for span in spans if span.span_id in mine] or list(spans)
 
 
 def fetch_answered(endpoint: str, wanted: str) -> list[admin_pb2.Span]:

@@ -9,6 +9,7 @@ from typing import Any
 from rich.console import Console
 
 from pd_grpc.cli.span_tree import rows, span_tree, sums
+from pd_grpc.cli.trace import of_request
 from pd_grpc.v1 import admin_pb2
 from tests.cli.running import pd_grpc
 from tests.cluster import cluster
@@ -121,6 +122,26 @@ def test_two_that_name_each_other_as_their_whole_end() -> None:
         span("pd.c", "c", "", 0, 1),
     ]
     assert [row.span.name for row in rows(spans)] == ["pd.c"]
+
+
+def test_of_a_trace_with_many_requests_the_one_that_was_asked_for_is_shown() -> None:
+    ours, other = (
+        [
+            span("pd.request", f"a{n}", "app", n, 50),
+            span(CALL, f"client{n}", f"a{n}", n, 40),
+            span(CALL, f"server{n}", f"client{n}", n, 38),
+            span("pd.prefill_request", f"b{n}", f"server{n}", n, 36),
+        ]
+        for n in (1, 2)
+    )
+    for spans, n in ((ours, 1), (other, 2)):
+        for each in spans:
+            if each.attributes:
+                each.attributes["pd.transfer_id"] = f"t-{n}"
+        spans[0].attributes["pd.request_id"] = f"r-{n}"
+    assert of_request([*ours, *other], "r-1") == ours
+    assert of_request([*ours, *other], "t-2") == other
+    assert of_request(ours, "unknown") == ours
 
 
 async def test_an_operator_reads_the_trace_of_an_answer_without_a_backend() -> None:
