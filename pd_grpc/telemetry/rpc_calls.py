@@ -13,12 +13,12 @@ from typing import Any, TypeAlias
 import grpc
 from opentelemetry import trace
 from opentelemetry.context import Context
-from opentelemetry.metrics import Histogram
 from opentelemetry.trace import Span, SpanKind
 from opentelemetry.util.types import AttributeValue
 
 from pd_grpc.telemetry import names
 from pd_grpc.telemetry.instruments import Instruments
+from pd_grpc.telemetry.tallies import Measuring
 from pd_grpc.telemetry.tracing import Tracing, extract, inject
 
 Metadata: TypeAlias = Iterable[tuple[str, str | bytes]] | None
@@ -56,7 +56,7 @@ class Call:
         calls: Calls,
         span: Span | None,
         about: Mapping[str, AttributeValue],
-        duration: Histogram,
+        duration: Measuring,
         failing: frozenset[str] | None,
         began: float,
     ) -> None:
