@@ -21,6 +21,7 @@ from pd_grpc.protocol import rpc
 from pd_grpc.protocol.config import RouterConfig
 from pd_grpc.protocol.messages import sampling_to_proto
 from pd_grpc.protocol.sampling import Sampling
+from pd_grpc.telemetry.instance_log import LINES
 from pd_grpc.telemetry.logs import LOGGER, HumanFormatter, JsonFormatter
 from pd_grpc.testing.faults import Direction, Injector, Kind, Rule
 from pd_grpc.testing.faults_wiring import injected
@@ -331,6 +332,42 @@ async def test_an_aggregated_d_leaves_what_the_router_hears_to_the_router(lines:
         late = await asked(stub, prompt(sampling=LONG), timeout_s=1.0)
         assert late.code == "DEADLINE_EXCEEDED"
         assert says(await one_line(lines), "router", "STAGE_DEADLINE")
+
+
+async def test_each_of_many_that_leave_or_run_out_of_time_has_one_line(lines: Lines) -> None:
+    chance = random.Random(5)
+    traces = [f"{0xABC000 + n:032x}" for n in range(LINES - 2)]
+    settings = {"sim_time_scale": 3.0, "prefills": 2, "decodes": 2}
+
+    async def ask(stub: inference_pb2_grpc.InferenceServiceStub, trace: str) -> Asked:
+        message = prompt(chance.randint(1, 400), LONG)
+        if chance.random() < 0.5:
+            return await asked(stub, message, timeout_s=chance.uniform(0.15, 2.0), trace=trace)
+        going = asyncio.create_task(asked(stub, message, trace=trace))
+        await asyncio.wait([going], timeout=chance.uniform(0.0, 1.5))
+        going.cancel()
+        return await going
+
+    async with asking(**settings) as (_, stub):
+        ends = await asyncio.gather(*(ask(stub, trace) for trace in traces))
+    assert {end.code for end in ends} == {"DEADLINE_EXCEEDED", "CANCELLED"}
+    # One that was cancelled at once may never have left the client.
+    heard = {trace for trace in traces if lines.about(trace, logging.DEBUG)}
+    assert len(heard) > len(traces) / 2
+    assert {len(lines.about(trace)) for trace in heard} == {1}
+    assert {of(line) for trace in heard for line in lines.about(trace)} == {"router"}
+
+
+async def test_a_flood_of_bad_requests_is_cut_and_counted(lines: Lines) -> None:
+    async with asking() as (_, stub):
+        bad = prompt()
+        bad.sampling.top_p = 7.0
+        for _ in range(LINES + 25):
+            assert (await asked(stub, bad)).code == "INVALID_ARGUMENT"
+    failed = [r for r in lines.records if getattr(r, "event", "") == "request_failed"]
+    assert len(failed) == LINES
+    told = [r.getMessage() for r in lines.records if getattr(r, "event", "") == "lines_left_out"]
+    assert told == ["25 lines of request_failed BAD_REQUEST were left out"]
 
 
 async def test_instances_and_their_links_have_lines_of_their_own(lines: Lines) -> None:
