@@ -19,6 +19,10 @@ from pd_grpc.protocol.faults import Code, Fault, TransportFault, read_status, st
 _NO_DEADLINE_S = 1e9
 """grpc reports about 9e18 s for a call without a deadline."""
 
+_MAX_METADATA_BYTES = 16 << 10
+"""Of a call. gRPC refuses some calls above 8 KiB and all above 16, by chance in between; a caller's
+baggage alone may have 8 by its standard."""
+
 _LEAST_PING_MS = 100
 _LEAST_PATIENCE_MS = 300
 """However short a heartbeat is: a peer that is busy for a moment is no lost one."""
@@ -53,6 +57,8 @@ def server_options(config: ServerConfig) -> list[tuple[str, Any]]:
         ("grpc.so_reuseport", 0),
         ("grpc.max_receive_message_length", config.max_message_bytes),
         ("grpc.max_send_message_length", config.max_message_bytes),
+        ("grpc.max_metadata_size", _MAX_METADATA_BYTES),
+        ("grpc.absolute_max_metadata_size", _MAX_METADATA_BYTES),
         ("grpc.http2.min_ping_interval_without_data_ms", 100),
         ("grpc.http2.min_recv_ping_interval_without_data_ms", 100),
         ("grpc.http2.max_ping_strikes", 0),
