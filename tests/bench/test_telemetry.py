@@ -1,0 +1,179 @@
+"""The benchmark of telemetry counts what it says, over servers as they are."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+from opentelemetry.exporter.otlp.proto.common.trace_encoder import encode_spans
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+
+pytest.importorskip("psutil")
+
+from pd_grpc.bench.processes import WorkerLost
+from pd_grpc.bench.telemetry import (
+    TARGETS,
+    WORKLOADS,
+    TelemetryScope,
+    Workload,
+    faults_of,
+    lost_spans,
+    order,
+    workload_figures,
+)
+from pd_grpc.bench.telemetry_cost import span_costs
+from pd_grpc.bench.telemetry_sink import count_spans
+from pd_grpc.bench.telemetry_systems import (
+    CLIENT,
+    ENGINE,
+    SERVERS,
+    SINK,
+    VARIANTS,
+    Leg,
+    Load,
+    running_systems,
+)
+from pd_grpc.bench.workload import Length
+from pd_grpc.protocol.config import TelemetryConfig
+from tests.cli.running import pd_grpc
+
+WORKLOAD = Workload("a few", 64, 8, requests=4, at_once=2, time_scale=0.0, rounds=2)
+
+
+def leg(variant: str, rate: float, cpu_s: float = 1.0, right: int = 4, **spans: Any) -> Leg:
+    counted = {"spans": 0, "by_name": {}, "traces": 0, "spans_of_a_trace": 0, "missing": 0}
+    whole = {**counted, "span_bytes": 0, **spans}
+    cpu = dict.fromkeys((*SERVERS, SINK, CLIENT), cpu_s)
+    wrong = ["nothing came"] * (4 - right)
+    return Leg(variant, rate, right, wrong, 2.0, cpu, whole)
+
+
+def a_round(off: float, **rates: float) -> list[Leg]:
+    return [
+        leg("off", off),
+        *(leg(name, rates.get(name, off)) for name in VARIANTS if name != "off"),
+    ]
+
+
+def test_a_ratio_is_made_within_a_round_and_the_median_of_rounds_counts() -> None:
+    rounds = [a_round(100, on=90), a_round(50, on=48), a_round(10, on=9.3)]
+    ratio = workload_figures(WORKLOAD, rounds)["throughput_ratio"]["on"]
+    assert ratio["rounds"] == pytest.approx([0.9, 0.96, 0.93])
+    assert ratio["median"] == pytest.approx(0.93)
+
+
+def test_cpu_is_that_of_a_right_answer() -> None:
+    rounds = [[leg(name, 1, cpu_s=0.5 if name == "on" else 0.4) for name in VARIANTS]]
+    figures = workload_figures(WORKLOAD, rounds)
+    assert figures["cpu_ms_per_request"]["on"]["decode"] == pytest.approx(125)
+    assert figures["server_cpu_ratio"]["on"]["median"] == pytest.approx(0.8)
+    assert figures["busiest_cpu_ratio"]["on"] == pytest.approx(0.8)
+
+
+def test_a_round_whose_requests_went_wrong_makes_no_ratio_and_is_told_of() -> None:
+    bad = [leg("off", 0, right=0) if each.variant == "off" else each for each in a_round(1)]
+    figures = workload_figures(WORKLOAD, [bad, a_round(10, on=5)])
+    assert figures["throughput_ratio"]["on"]["rounds"] == [0.5]
+    report = {"wrong_answers": figures["wrong_answers"], "workloads": {"a": figures}}
+    assert faults_of(report) == ["4 requests were not answered as they should be: nothing came"]
+
+
+def test_spans_that_a_trace_lacks_and_those_of_traces_that_never_came_are_lost() -> None:
+    assert lost_spans(leg("on", 1, traces=4, spans_of_a_trace=20, missing=0)) == 0
+    assert lost_spans(leg("on", 1, traces=3, spans_of_a_trace=20, missing=2)) == 22
+
+
+def test_each_variant_comes_first_and_none_always_follows_the_same() -> None:
+    names = list(VARIANTS)
+    orders = [order(names, number) for number in range(2 * len(names))]
+    assert all(sorted(each) == sorted(names) for each in orders)
+    assert [each[0] for each in orders[: len(names)]] == names
+    before = {each[each.index("on") - 1] for each in orders if each[0] != "on"}
+    assert len(before) > 1
+
+
+def exports(traces: Mapping[str, int]) -> list[bytes]:
+    """One export for each trace, with so many spans of a request and one step of an engine."""
+    found = []
+    for name, spans in traces.items():
+        exporter, provider = InMemorySpanExporter(), TracerProvider(shutdown_on_exit=False)
+        provider.add_span_processor(SimpleSpanProcessor(exporter))
+        tracer = provider.get_tracer("test")
+        with tracer.start_as_current_span(name):
+            for _ in range(spans - 1):
+                tracer.start_span("pd.queue").end()
+        tracer.start_span("pd.step").end()
+        found.append(encode_spans(exporter.get_finished_spans()).SerializeToString())
+    return found
+
+
+def test_a_collector_counts_spans_by_name_and_what_a_trace_lacks() -> None:
+    counted = count_spans(exports({f"trace {n}": 5 for n in range(9)} | {"torn": 3}))
+    assert counted["spans"] == 9 * 5 + 3 + 10
+    assert counted["by_name"]["pd.queue"] == 9 * 4 + 2 and counted["by_name"]["pd.step"] == 10
+    assert (counted["traces"], counted["spans_of_a_trace"], counted["missing"]) == (10, 5, 2)
+
+
+def test_nothing_is_counted_of_nothing() -> None:
+    assert count_spans([])["spans"] == count_spans([])["missing"] == 0
+
+
+def test_a_span_costs_the_more_the_more_becomes_of_it() -> None:
+    costs = span_costs(spans=400)
+    assert 0 < costs["off"] < costs["recorded"] < costs["encoded"]
+    assert costs["sampled_out"] < costs["recorded"]
+
+
+def test_a_quick_run_has_every_workload_and_less_of_each() -> None:
+    whole, quick = TelemetryScope.of(False), TelemetryScope.of(True)
+    assert whole.workloads.keys() == quick.workloads.keys() == WORKLOADS.keys()
+    for name, workload in quick.workloads.items():
+        assert workload.requests > workload.at_once and workload.rounds < WORKLOADS[name].rounds
+
+
+def test_what_a_server_keeps_by_default_is_what_is_measured() -> None:
+    kept = TelemetryConfig().traces_kept
+    assert kept > 0
+    assert {name: v.traces_kept for name, v in VARIANTS.items() if name != "off"} == dict.fromkeys(
+        ("local", "sampled", "on"), kept
+    )
+    assert VARIANTS["off"].traces_kept == 0 and not VARIANTS["off"].otlp
+    assert {target.figure for target in TARGETS} == {
+        "throughput_ratio_sampled",
+        "throughput_ratio_on",
+    }
+
+
+async def test_every_request_leaves_its_spans_at_the_collector_or_none() -> None:
+    variants = {name: VARIANTS[name] for name in ("off", "on")}
+    load = Load([Length(40, 6)] * 8, at_once=3, limit_s=30.0)
+    async with running_systems(variants, {**ENGINE, "sim_time_scale": 0.0}) as systems:
+        await systems.prepare("test", load)
+        off, on = await systems.run("off", load), await systems.run("on", load)
+    for each in (off, on):
+        assert (each.right, each.wrong) == (8, [])
+        assert each.rate > 0 and each.wall_s > 0
+        assert set(each.cpu_s) == {*SERVERS, SINK, CLIENT}
+    assert off.spans["spans"] == 0
+    assert on.spans["by_name"]["pd.request"] == on.spans["by_name"]["pd.decode"] == 8
+    assert on.spans["traces"] == 8 and lost_spans(on) == 0
+
+
+async def test_an_answer_that_is_not_what_the_rule_of_sim_says_is_wrong() -> None:
+    settings = {**ENGINE, "sim_time_scale": 0.0}
+    # The client takes the engine for one of another vocabulary, and so expects other tokens.
+    with pytest.raises(WorkerLost, match="not the tokens that it should have"):
+        async with running_systems(
+            {"off": VARIANTS["off"]}, settings, client_settings={**settings, "sim_vocab": 31_999}
+        ):
+            raise AssertionError("the warm-up has to fail")
+
+
+def test_a_file_that_cannot_be_written_is_refused_before_anything_runs(tmp_path: Path) -> None:
+    done = pd_grpc("bench", "telemetry", "--quick", "--json", str(tmp_path / "absent" / "f.json"))
+    assert done.returncode == 2
+    assert "No such file or directory" in done.stderr
