@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterable, Callable, Sequence
 from typing import Any, Protocol
 
@@ -27,6 +28,9 @@ from pd_grpc.router.policies import LeastLoad, Target
 from pd_grpc.router.recovery import FIRST_ATTEMPT
 from pd_grpc.router.routing import Routing
 from pd_grpc.v1 import admin_pb2, inference_pb2, prefill_pb2, types_pb2
+
+STATUS_S = 0.2
+"""How long a status may be behind the last message of a leg."""
 
 LegAction = OpenPrefill | OpenDecode | CancelPrefill | CancelDecode | AskTransfer
 
@@ -57,7 +61,7 @@ class Call(Protocol):
         """P has, and says where its time went; told before `took`."""
         ...
 
-    def spawn(self, work: Any) -> None:
+    def spawn(self, work: Any) -> asyncio.Task[None]:
         """Run a coroutine until the call is closed."""
         ...
 
@@ -88,6 +92,7 @@ class AttemptLegs:
         self._prefill_call: Any = None
         self._decode_calls: dict[int, Any] = {}
         self._charges: dict[int | str, Callable[[], None]] = {}
+        self._readers: list[asyncio.Task[None]] = []
 
     def perform(self, action: LegAction) -> None:
         """Open, cancel or ask. To cancel a leg that could not be opened is nothing."""
@@ -106,6 +111,12 @@ class AttemptLegs:
                 self._give_back(leg)
             case AskTransfer(leg, target):
                 self._call.spawn(self._ask(leg, target))
+
+    async def statuses(self) -> None:
+        """Wait a moment for the status of each leg, which is on its way when the answer has come: a
+        leg that were cancelled just before it would count as one that failed."""
+        if self._readers:
+            await asyncio.wait(self._readers, timeout=STATUS_S)
 
     def close(self) -> None:
         """Nothing is charged any more, whether or not the readers have ended."""
@@ -131,7 +142,7 @@ class AttemptLegs:
         )
         tokens = len(request.token_ids) + len(self._generated)
         self._charge("prefill", self._routing.prefill_load, target, tokens)
-        self._call.spawn(self._read_prefill(self._prefill_call, target))
+        self._readers.append(self._call.spawn(self._read_prefill(self._prefill_call, target)))
 
     def _open_decode(self, leg: int, target: Target) -> None:
         request = self._request
@@ -155,7 +166,7 @@ class AttemptLegs:
         call = view.inference.Generate(message, timeout=self._left(), metadata=self._metadata)
         self._decode_calls[leg] = call
         self._charge(leg, self._routing.decode_load, target, request.total_tokens)
-        self._call.spawn(self._read_decode(leg, call, target))
+        self._readers.append(self._call.spawn(self._read_decode(leg, call, target)))
 
     # --- what they say ----------------------------------------------------------------------------
 

@@ -123,6 +123,13 @@ class RoutedCall:
         self._perform(self._machine.on_client_gone(self._now()))
         if self._timer is not None:
             self._timer.cancel()
+        try:
+            if self._state == types_pb2.TRANSFER_STATE_FINISHED:
+                await self._legs.statuses()
+        finally:
+            await self._let_go()
+
+    async def _let_go(self) -> None:
         self._legs.close()
         if self._times.opened is not None:
             self._routed(self._times.opened)
@@ -347,11 +354,12 @@ class RoutedCall:
             delay = max(0.0, at - self._now())
             self._timer = asyncio.get_running_loop().call_later(delay, self._on_timer)
 
-    def spawn(self, work: Coroutine[Any, Any, None]) -> None:
+    def spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         """See `legs.Call`. What it raises fails the request, be it that a leg cannot be opened."""
         task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._on_task_done)
+        return task
 
     def _on_task_done(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)

@@ -82,12 +82,12 @@ class Call:
         span = self._span
         if span is None or not span.is_recording():
             return
-        reason = self._calls.reason_in(trailing) if code != OK else ""
+        outcome = "ok" if code == OK else self._calls.reason_in(trailing) or code
         if failed:
-            self._calls.tracing.end(span, at=now, error=(code, reason or code, reason or code))
+            self._calls.tracing.end(span, at=now, error=(code, outcome, outcome))
         else:
             span.set_attribute(names.ATTR_STATUS_CODE, code)
-            self._calls.tracing.end(span, at=now, outcome=reason)
+            self._calls.tracing.end(span, at=now, outcome=outcome)
 
 
 class Calls:

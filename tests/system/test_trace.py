@@ -55,6 +55,10 @@ def _check_calls(calls: Sequence[ReadableSpan]) -> None:
     assert sum(parent is None for parent in parents) == 1
     for span, parent in zip(served, parents, strict=True):
         assert parent is None or parent.name == span.name
+    for span in traced:
+        assert span.attributes is not None
+        assert span.attributes["rpc.response.status_code"] == "OK", (span.name, span.kind)
+        assert span.attributes["pd.outcome"] == "ok"
 
 
 async def test_a_request_is_one_trace_whose_stages_sum_to_the_time_to_first_token() -> None:

@@ -59,6 +59,7 @@ async def test_a_call_that_is_answered(client: str, server: str, shape: str) -> 
     for span, metric in ((made, "client"), (served, "server")):
         assert span.attributes is not None
         assert span.attributes["rpc.response.status_code"] == "OK"
+        assert span.attributes["pd.outcome"] == "ok"
         assert "error.type" not in span.attributes
         assert span.status.status_code is StatusCode.UNSET
         ((labels, point),) = recorder.points(f"rpc.{metric}.call.duration")
@@ -105,6 +106,7 @@ async def test_a_call_that_is_cancelled(client: str, server: str, shape: str) ->
     for span in (made, served):
         assert span.attributes is not None
         assert span.attributes["rpc.response.status_code"] == "CANCELLED"
+        assert span.attributes["pd.outcome"] == "CANCELLED"
     assert made.status.status_code is StatusCode.ERROR
     assert served.status.status_code is StatusCode.UNSET
 
