@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from rich.text import Text
 
+from pd_grpc.cli.clock_skew import skews_ns
 from pd_grpc.protocol.messages import seconds
 from pd_grpc.protocol.span_messages import read_spans
 from pd_grpc.telemetry import names
@@ -35,12 +36,17 @@ def rows(spans: Sequence[admin_pb2.Span], calls: bool = False) -> list[Row]:
     shown = [span for span, work in zip(spans, works, strict=True) if calls or work.ours]
     if not shown:
         return []
-    began = min(span.start.ToNanoseconds() for span in shown)
-    parts = _parts(works, shown, calls)
+    skews = skews_ns(works)
+
+    def start_ns(span: admin_pb2.Span) -> int:
+        return span.start.ToNanoseconds() + skews[span.instance]
+
+    began = min(map(start_ns, shown))
+    parts = _parts(works, sorted(shown, key=start_ns), calls)
 
     def walk(whole: str, depth: int) -> Iterator[Row]:
         for span in parts.pop(whole, ()):
-            at_ms = (span.start.ToNanoseconds() - began) / 1e6
+            at_ms = (start_ns(span) - began) / 1e6
             length_ms = seconds(span.duration) * 1000
             yield Row(span, depth, at_ms, length_ms, span.span_id in critical)
             yield from walk(span.span_id, depth + 1)
@@ -100,11 +106,11 @@ def _sum(what: str, whole_s: float, parts: Mapping[str, float], between_s: float
 def _parts(
     works: Sequence[Work], shown: Sequence[admin_pb2.Span], calls: bool
 ) -> dict[str, list[admin_pb2.Span]]:
-    """What is shown, by the id of the span below which it stands."""
+    """What is shown, in its order, by the id of the span below which it stands."""
     known = {work.span_id: work for work in works}
     request_of = {w.transfer_id: w for w in works if w.name == names.SPAN_REQUEST and w.transfer_id}
     parts: dict[str, list[admin_pb2.Span]] = {}
-    for span in sorted(shown, key=lambda each: each.start.ToNanoseconds()):
+    for span in shown:
         work = known[span.span_id]
         whole = known.get(work.parent_id) if calls else whole_of(work, known)
         if whole is None and work.name != names.SPAN_REQUEST:
