@@ -47,9 +47,12 @@ class Instance:
         self.ended: list[admin_pb2.TransferInfo] = []
         self.drained_for: list[float | None] = []
         self.released_for: list[str] = []
+        self.traces_kept = "3"
 
     def server_info(self) -> admin_pb2.ServerInfo:
-        return admin_pb2.ServerInfo(instance=types_pb2.Instance(name="d0"))
+        return admin_pb2.ServerInfo(
+            instance=types_pb2.Instance(name="d0"), settings={"traces_kept": self.traces_kept}
+        )
 
     async def peer_infos(self) -> list[admin_pb2.ServerInfo]:
         return [admin_pb2.ServerInfo(instance=types_pb2.Instance(name="p0"))]
@@ -391,3 +394,20 @@ async def test_a_trace_is_that_of_the_instance_and_with_peers_that_of_all(
         with pytest.raises(grpc.aio.AioRpcError) as raised:
             await ask(wanted, peers)
         assert refusal(raised.value).reason is reason
+
+
+async def test_who_asks_for_a_trace_hears_whether_any_is_kept(
+    admin: admin_pb2_grpc.AdminServiceStub, instance: Instance
+) -> None:
+    told = await admin.GetTrace(admin_pb2.GetTraceRequest(id="t-1"), timeout=5)
+    assert told.traces_kept == 3
+    for kept, words in (("3", "the last 3"), ("0", "traces_kept is 0")):
+        instance.traces_kept = kept
+        with pytest.raises(grpc.aio.AioRpcError) as raised:
+            await admin.GetTrace(admin_pb2.GetTraceRequest(id="nobody"), timeout=5)
+        fault = refusal(raised.value)
+        assert (fault.reason, fault.metadata["traces_kept"]) == (Reason.UNKNOWN_TRANSFER, kept)
+        assert words in fault.message
+    # Then what an instance behind it has is all there is.
+    told = await admin.GetTrace(admin_pb2.GetTraceRequest(id="t-2", peers=True), timeout=5)
+    assert told.traces_kept == 0 and len(told.spans) == 1
