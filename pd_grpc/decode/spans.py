@@ -198,5 +198,5 @@ class DecodeSpans:
         request.step_wait = request.span = None
 
 
-def _error(fault: Fault | None) -> tuple[str, str, str] | None:
-    return None if fault is None else (fault.code.name, fault.reason.value, fault.message)
+def _error(fault: Fault | None) -> tuple[str, str] | None:
+    return None if fault is None else (fault.code.name, fault.reason.value)

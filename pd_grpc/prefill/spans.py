@@ -215,6 +215,6 @@ def _attributes(key: TransferKey) -> Mapping[str, AttributeValue]:
     return {names.ATTR_TRANSFER_ID: key.transfer_id, names.ATTR_ATTEMPT: key.attempt}
 
 
-def _error(fault: Fault | TransportFault) -> tuple[str, str, str]:
+def _error(fault: Fault | TransportFault) -> tuple[str, str]:
     reason = fault.reason.value if isinstance(fault, Fault) else fault.code.name
-    return fault.code.name, reason, fault.message
+    return fault.code.name, reason

@@ -203,9 +203,8 @@ def _operation(request: inference_pb2.GenerateRequest) -> str:
     return names.OPERATION_CHAT if chat else names.OPERATION_COMPLETION
 
 
-def _error(fault: Fault | None) -> tuple[str, str, str] | None:
-    """Of a span; the reason in place of a message, which may name what the client sent."""
-    return None if fault is None else (fault.code.name, fault.reason.value, fault.reason.value)
+def _error(fault: Fault | None) -> tuple[str, str] | None:
+    return None if fault is None else (fault.code.name, fault.reason.value)
 
 
 async def _write_all(call: RoutedCall, write: Write) -> None:

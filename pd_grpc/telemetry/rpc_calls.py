@@ -84,7 +84,7 @@ class Call:
             return
         outcome = "ok" if code == OK else self._calls.reason_in(trailing) or code
         if failed:
-            self._calls.tracing.end(span, at=now, error=(code, outcome, outcome))
+            self._calls.tracing.end(span, at=now, error=(code, outcome))
         else:
             span.set_attribute(names.ATTR_STATUS_CODE, code)
             self._calls.tracing.end(span, at=now, outcome=outcome)

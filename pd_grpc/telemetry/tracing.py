@@ -153,19 +153,19 @@ class Tracing:
         span: Span,
         *,
         at: float | None = None,
-        error: tuple[str, str, str] | None = None,
+        error: tuple[str, str] | None = None,
         outcome: str = "ok",
     ) -> None:
-        """End a span with an error's (code, reason, message), or with `outcome`, which is no error.
+        """End a span with an error's (code, reason), or with `outcome`, which is no error.
 
-        The message must be one of ours: prompt text never enters a span.
+        What else is said of an error may name what the client sent, and never enters a span.
         """
         if not span.is_recording():
             return
         if error is None:
             span.set_attribute(names.ATTR_OUTCOME, outcome)
         else:
-            code, reason, message = error
+            code, reason = error
             span.set_attributes(
                 {
                     names.ATTR_OUTCOME: reason,
@@ -173,7 +173,7 @@ class Tracing:
                     names.ATTR_STATUS_CODE: code,
                 }
             )
-            span.set_status(Status(StatusCode.ERROR, message))
+            span.set_status(Status(StatusCode.ERROR, reason))
         span.end(self._wall_ns(at))
         if self._keeps and isinstance(span, ReadableSpan):
             self.recent.keep(span)

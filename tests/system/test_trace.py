@@ -5,14 +5,19 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 
+import grpc
+import grpc.aio
+import pytest
 from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from opentelemetry.trace import SpanKind
 
 from pd_grpc.protocol.sampling import Sampling
+from pd_grpc.v1 import inference_pb2_grpc, prefill_pb2, prefill_pb2_grpc, types_pb2
 from tests.cluster import cluster
 from tests.system.asking import request
+from tests.telemetry.recorder import Recorder
 from tests.waiting import until
 
 CALLS = {
@@ -103,3 +108,30 @@ async def test_a_request_is_one_trace_whose_stages_sum_to_the_time_to_first_toke
     decode = next(s for s in of_request if s.name == "pd.decode")
     linked = [s for s in steps if any(x.context.span_id == decode.context.span_id for x in s.links)]
     assert len(linked) == 7, "seven steps follow the first token"
+
+
+async def test_what_a_request_says_enters_no_span() -> None:
+    recorder = Recorder()
+    told = 987654321
+    async with cluster(provider=recorder.provider) as running:
+        bad = request([told] * 3, Sampling(max_tokens=2, temperature=0.0))
+        (d,), (p,) = running.decodes, running.prefills
+        sent = prefill_pb2.PrefillRequest(
+            ref=types_pb2.TransferRef(transfer_id="t-1", attempt=1),
+            token_ids=[told] * 3,
+            sampling=bad.sampling,
+            decodes=[prefill_pb2.DecodeTarget(endpoint=d.endpoint)],
+        )
+        for endpoint in (running.router.endpoint, d.endpoint):
+            async with grpc.aio.insecure_channel(endpoint) as channel:
+                stub = inference_pb2_grpc.InferenceServiceStub(channel)
+                with pytest.raises(grpc.aio.AioRpcError, match=str(told)):
+                    await anext(aiter(stub.Generate(bad, timeout=20)))
+        async with grpc.aio.insecure_channel(p.endpoint) as channel:
+            prefill = prefill_pb2_grpc.PrefillServiceStub(channel)
+            with pytest.raises(grpc.aio.AioRpcError, match=str(told)):
+                await anext(aiter(prefill.Prefill(sent, timeout=20)))
+        ended = {"pd.request", "pd.prefill_request"}
+        await until(lambda: ended <= {span.name for span in recorder.spans})
+    for span in recorder.spans:
+        assert str(told) not in span.to_json(), span.name
