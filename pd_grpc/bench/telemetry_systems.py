@@ -18,7 +18,7 @@ from pd_grpc.protocol.config import TelemetryConfig
 
 SERVERS = ("router", "prefill", "decode")
 SINK, CLIENT = "collector", "client"
-KEPT: int = TelemetryConfig().traces_kept or 256
+KEPT: int = TelemetryConfig().traces_kept
 """What the servers keep by default."""
 _LOOK_S = 0.02
 _MARGIN_S = 30.0
@@ -133,10 +133,13 @@ class Systems:
 
 @contextlib.asynccontextmanager
 async def running_systems(
-    variants: Mapping[str, Variant], settings: Mapping[str, Any]
+    variants: Mapping[str, Variant],
+    settings: Mapping[str, Any],
+    client_settings: Mapping[str, Any] | None = None,
 ) -> AsyncIterator[Systems]:
     """Start a cluster of one router, P and D for each variant, with `settings` for each P and D, a
-    collector and a client; stop them at the end."""
+    collector and a client; stop them at the end. The client knows the answers of an engine of these
+    settings, or of its own. WorkerLost when the first answers are wrong already."""
     async with contextlib.AsyncExitStack() as stack:
 
         async def launch(role: str) -> WorkerProcess:
@@ -154,7 +157,7 @@ async def running_systems(
             await _start(name, workers, variant, otlp, settings)
             clusters[name] = workers
         client = await launch("asker")
-        await client.start(settings=dict(settings))
+        await client.start(settings=dict(client_settings or settings))
         systems = Systems(clusters, sink, client)
         await _warm_up(systems, list(variants))
         yield systems

@@ -165,7 +165,10 @@ class TelemetryConfig(_Section):
         " one; empty is off. `pd-grpc up` counts on from it, a port for each server",
     )
     traces_kept: int = Field(
-        0, ge=0, description="last traces kept in memory, for `pd-grpc trace`; 0 keeps none"
+        256,
+        ge=0,
+        description="last traces kept in memory, for `pd-grpc trace`, about 10 KiB each; 0 keeps"
+        " none",
     )
     log_format: Literal["human", "json"] = Field("human", description="how log lines look")
     log_level: Literal["debug", "info", "warning", "error"] = Field(
