@@ -1,8 +1,9 @@
 """The benchmark of telemetry: what spans and metrics cost the servers that make them.
 
-Clusters that differ in nothing but how they are observed stand side by side, and the same requests
-go to each in turn, in an order that changes from round to round. A ratio is made of two neighbours
-in one round, so that what slows the machine down for a while slows both.
+Clusters that differ in nothing but how they are observed stand side by side. For the throughput the
+same requests go to each in turn, in an order that changes from round to round, and a ratio is made
+within a round, so that what slows the machine down for a while slows both. For CPU they go to all
+at the same time: what else the machine does then makes no difference between them.
 """
 
 from __future__ import annotations
@@ -41,6 +42,11 @@ FIGURES = (
     "throughput_ratio_sampled",
     "throughput_ratio_on",
     "throughput_ratio_local",
+    "throughput_ratio_same",
+    "server_cpu_ratio_sampled",
+    "server_cpu_ratio_on",
+    "server_cpu_ratio_local",
+    "server_cpu_ratio_same",
     "spans_per_request",
     "spans_lost",
     "wrong_answers",
@@ -54,7 +60,9 @@ _LIMIT_S = 120.0
 
 @dataclass(frozen=True)
 class Workload:
-    """What is asked for in one leg. `time_scale` is that of sim's step times."""
+    """What is asked for. Each round has one leg of `requests` per cluster, one after another; each
+    round `together` has a quarter of them for each, at the same time. `time_scale` is that of sim's
+    step times."""
 
     description: str
     prompt: int
@@ -63,6 +71,7 @@ class Workload:
     at_once: int
     time_scale: float
     rounds: int
+    together: int
 
 
 HEADLINE = "conversation"
@@ -73,10 +82,11 @@ WORKLOADS: Mapping[str, Workload] = {
         "servers' own work, and so telemetry's, is all that bounds the throughput",
         1020,
         129,
-        requests=200,
+        requests=160,
         at_once=32,
         time_scale=0.0,
-        rounds=12,
+        rounds=10,
+        together=10,
     ),
     "paced": Workload(
         "the same, from an engine whose steps take the times of sim's table: they bound the "
@@ -87,6 +97,7 @@ WORKLOADS: Mapping[str, Workload] = {
         at_once=32,
         time_scale=1.0,
         rounds=4,
+        together=2,
     ),
     "short": Workload(
         "the worst case: 64 tokens in and 8 out, from an engine that takes no time; a trace has as "
@@ -97,6 +108,7 @@ WORKLOADS: Mapping[str, Workload] = {
         at_once=32,
         time_scale=0.0,
         rounds=8,
+        together=8,
     ),
 }
 
@@ -114,9 +126,9 @@ class TelemetryScope:
         if not quick:
             return cls(False, WORKLOADS)
         few: dict[str, dict[str, Any]] = {
-            HEADLINE: {"requests": 96, "rounds": 3},
-            "paced": {"requests": 100, "rounds": 1},
-            "short": {"requests": 200, "rounds": 2},
+            HEADLINE: {"requests": 64, "rounds": 2, "together": 2},
+            "paced": {"requests": 64, "rounds": 1, "together": 1},
+            "short": {"requests": 160, "rounds": 2, "together": 2},
         }
         return cls(True, {name: replace(WORKLOADS[name], **less) for name, less in few.items()})
 
@@ -128,10 +140,12 @@ async def bench_telemetry(scope: TelemetryScope, tell: Tell) -> dict[str, Any]:
     figures: dict[str, Any] = {"span_costs_us": span_costs()}
     workloads: dict[str, Any] = {}
     for name, workload in scope.workloads.items():
-        workloads[name] = workload_figures(workload, await _legs(name, workload, tell))
+        workloads[name] = workload_figures(workload, *await _legs(name, workload, tell))
     headline = workloads[HEADLINE]
-    for variant in ("sampled", "on", "local"):
-        figures[f"throughput_ratio_{variant}"] = headline["throughput_ratio"][variant]["median"]
+    for variant in ("sampled", "on", "local", "same"):
+        for of in ("throughput_ratio", "server_cpu_ratio"):
+            figures[f"{of}_{variant}"] = headline[of][variant]["median"]
+            figures[f"{of}_{variant}_interval"] = headline[of][variant]["interval"]
     figures["spans_per_request"] = headline["spans_per_request"]
     figures["spans_lost"] = sum(each["spans_lost"] for each in workloads.values())
     figures["wrong_answers"] = sum(each["wrong_answers"] for each in workloads.values())
@@ -159,8 +173,11 @@ READING: Mapping[str, str] = {
     "collector": "a process of this machine that keeps what it is sent and reads it after the "
     "load; its CPU is told apart, and the throughput pays for it: with a collector elsewhere the "
     "ratio is no worse",
-    "server_cpu_ratio": "CPU of router, P and D for a request with `off` over that with the "
-    "variant: the throughput that is left where neither clients nor a collector share their cores",
+    "*_same": "of a second cluster that is as `off`: how far chance goes, and so how much the "
+    "other ratios tell on the machine as it was",
+    "server_cpu_ratio_*": "CPU of router, P and D for a request with `off` over that with the "
+    "variant: the throughput that is left where neither clients nor a collector share their "
+    "cores; of the rounds in which all clusters were asked at the same time",
     "busiest_cpu_ratio": "the same of the server that telemetry costs the greatest part: what is "
     "left where each has a machine of its own and that one is what bounds the throughput",
     "cores_busy": "CPU of all processes over the wall clock; as many as there are cores when the "
@@ -173,25 +190,37 @@ READING: Mapping[str, str] = {
 """What the figures mean; part of the report."""
 
 
-async def _legs(name: str, workload: Workload, tell: Tell) -> list[list[Leg]]:
-    """The legs of each round, on clusters of their own."""
+async def _legs(
+    name: str, workload: Workload, tell: Tell
+) -> tuple[list[list[Leg]], list[list[Leg]]]:
+    """The legs of each round, and of each round together, on clusters of their own."""
     settings = {**ENGINE, "sim_time_scale": workload.time_scale}
     names = list(VARIANTS)
-    rounds = []
+    rounds, together = [], []
     tell(f"{name}: starting {len(names)} clusters")
     async with running_systems(VARIANTS, settings) as systems:
         for number in range(workload.rounds):
-            lengths = spread_lengths(
-                workload.requests, workload.prompt, workload.output, seed=number
-            )
-            load = Load(lengths, workload.at_once, _LIMIT_S)
+            load = _load(workload, number, 1)
             await systems.prepare(f"{name}-{number}", load)
             legs = []
             for variant in order(names, number):
                 tell(f"{name}: round {number + 1} of {workload.rounds}, {variant}")
                 legs.append(await systems.run(variant, load))
             rounds.append(legs)
-    return rounds
+        for number in range(workload.together):
+            tell(f"{name}: round {number + 1} of {workload.together}, all together")
+            load = _load(workload, number, 4)
+            await systems.prepare(f"{name}-together-{number}", load)
+            together.append(await systems.run_together(load))
+    return rounds, together
+
+
+def _load(workload: Workload, number: int, part: int) -> Load:
+    """That of a round: a `part`th of it, for each round other lengths."""
+    lengths = spread_lengths(
+        workload.requests // part, workload.prompt, workload.output, seed=number
+    )
+    return Load(lengths, workload.at_once // part, _LIMIT_S)
 
 
 def order(names: Sequence[str], number: int) -> list[str]:
@@ -202,15 +231,16 @@ def order(names: Sequence[str], number: int) -> list[str]:
     return turned if number // len(names) % 2 == 0 else turned[::-1]
 
 
-def workload_figures(workload: Workload, rounds: Sequence[Sequence[Leg]]) -> dict[str, Any]:
+def workload_figures(
+    workload: Workload, rounds: Sequence[Sequence[Leg]], together: Sequence[Sequence[Leg]]
+) -> dict[str, Any]:
     """What the legs of one workload say."""
-    by_variant = {
-        name: [leg for legs in rounds for leg in legs if leg.variant == name] for name in VARIANTS
-    }
+    by_variant, at_the_same_time = _by_variant(rounds), _by_variant(together)
     off, on = by_variant["off"], by_variant["on"]
     others = [name for name in VARIANTS if name != "off"]
-    cpu_ms = {name: _cpu_ms(legs) for name, legs in by_variant.items()}
-    answered = sum(leg.right for leg in on)
+    cpu_ms = {name: _cpu_ms(legs) for name, legs in at_the_same_time.items()}
+    answered = max(1, sum(leg.right for leg in on))
+    all_legs = [leg for legs in (*rounds, *together) for leg in legs]
     return {
         **asdict(workload),
         "requests_per_s": {
@@ -219,24 +249,36 @@ def workload_figures(workload: Workload, rounds: Sequence[Sequence[Leg]]) -> dic
         "throughput_ratio": {
             name: _ratios(by_variant[name], off, lambda leg: leg.rate) for name in others
         },
-        "server_cpu_ratio": {name: _ratios(off, by_variant[name], _server_ms) for name in others},
+        "server_cpu_ratio": {
+            name: _ratios(at_the_same_time["off"], at_the_same_time[name], _server_ms)
+            for name in others
+        },
         "busiest_cpu_ratio": {
-            name: min(cpu_ms["off"][role] / cpu_ms[name][role] for role in SERVERS)
+            name: min(cpu_ms["off"][role] / max(cpu_ms[name][role], 1e-9) for role in SERVERS)
             for name in others
         },
         "cpu_ms_per_request": cpu_ms,
+        "collector_cpu_ms_per_request": {
+            name: _median_ms(legs, SINK) for name, legs in by_variant.items()
+        },
         "cores_busy": {
             name: statistics.median(sum(leg.cpu_s.values()) / leg.wall_s for leg in legs)
             for name, legs in by_variant.items()
         },
-        "spans_per_request": sum(leg.spans["spans"] for leg in on) / max(1, answered),
+        "spans_per_request": sum(leg.spans["spans"] for leg in on) / answered,
         "spans_by_name_per_request": _by_name(on, answered),
-        "spans_lost": sum(lost_spans(leg) for leg in on),
+        "spans_lost": sum(lost_spans(leg) for leg in all_legs if leg.variant == "on"),
         "traces_of_sampled": sum(leg.spans["traces"] for leg in by_variant["sampled"]),
         "requests_of_sampled": sum(leg.right for leg in by_variant["sampled"]),
-        "span_bytes_per_request": sum(leg.spans["span_bytes"] for leg in on) / max(1, answered),
-        "wrong_answers": sum(len(leg.wrong) for legs in rounds for leg in legs),
-        "wrong": [text for legs in rounds for leg in legs for text in leg.wrong][:8],
+        "span_bytes_per_request": sum(leg.spans["span_bytes"] for leg in on) / answered,
+        "wrong_answers": sum(len(leg.wrong) for leg in all_legs),
+        "wrong": [text for leg in all_legs for text in leg.wrong][:8],
+    }
+
+
+def _by_variant(rounds: Sequence[Sequence[Leg]]) -> dict[str, list[Leg]]:
+    return {
+        name: [leg for legs in rounds for leg in legs if leg.variant == name] for name in VARIANTS
     }
 
 
@@ -273,15 +315,15 @@ def _server_ms(leg: Leg) -> float:
 
 
 def _cpu_ms(legs: Sequence[Leg]) -> dict[str, float]:
-    return {
-        name: statistics.median(leg.cpu_s[name] / max(1, leg.right) * 1000 for leg in legs)
-        for name in (*SERVERS, SINK, CLIENT)
-    }
+    return {name: _median_ms(legs, name) for name in (*SERVERS, CLIENT)}
+
+
+def _median_ms(legs: Sequence[Leg], name: str) -> float:
+    return statistics.median(leg.cpu_s[name] / max(1, leg.right) * 1000 for leg in legs)
 
 
 def _by_name(legs: Sequence[Leg], answered: int) -> dict[str, float]:
     names = sorted({name for leg in legs for name in leg.spans["by_name"]})
     return {
-        name: sum(leg.spans["by_name"].get(name, 0) for leg in legs) / max(1, answered)
-        for name in names
+        name: sum(leg.spans["by_name"].get(name, 0) for leg in legs) / answered for name in names
     }

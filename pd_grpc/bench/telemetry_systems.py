@@ -7,7 +7,7 @@ import contextlib
 import math
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import psutil
@@ -37,6 +37,9 @@ class Variant:
 
 VARIANTS: Mapping[str, Variant] = {
     "off": Variant("no spans, no metrics: no exporter, and no trace is kept", traces_kept=0),
+    "same": Variant(
+        "as off: what differs is chance, and nothing smaller can be told", traces_kept=0
+    ),
     "local": Variant("as a server starts by default: no exporter, the last traces are kept"),
     "sampled": Variant(
         "--otlp: metrics, and the spans of one request in a hundred",
@@ -90,22 +93,27 @@ class Systems:
         self,
         clusters: Mapping[str, Mapping[str, WorkerProcess]],
         sink: WorkerProcess,
-        client: WorkerProcess,
+        clients: Mapping[str, WorkerProcess],
     ) -> None:
         self._clusters = clusters
         self._sink = sink
-        self._client = client
+        self._clients = clients
+        self._taking = asyncio.Lock()
 
     async def prepare(self, name: str, load: Load) -> None:
         """Make the requests of `load`, and the answers they should get; ids begin with `name`."""
         requests = [(f"{name}-{i}", *each) for i, each in enumerate(load.lengths)]
-        await self._client.do("prepare", load.limit_s + _MARGIN_S, requests=requests)
+        wait_s = load.limit_s + _MARGIN_S
+        await asyncio.gather(
+            *(client.do("prepare", wait_s, requests=requests) for client in self._clients.values())
+        )
 
     async def run(self, variant: str, load: Load) -> Leg:
         """The load that was prepared, on one cluster."""
-        servers = self._clusters[variant]
-        before, begun = self._cpu_s(servers), time.monotonic()
-        asked = await self._client.do(
+        servers, client = self._clusters[variant], self._clients[variant]
+        workers = {**servers, SINK: self._sink, CLIENT: client}
+        before, begun = _cpu_s(workers), time.monotonic()
+        asked = await client.do(
             "ask",
             load.limit_s + _MARGIN_S,
             endpoint=servers["router"].endpoint,
@@ -114,8 +122,7 @@ class Systems:
         )
         await asyncio.gather(*(server.do("flush") for server in servers.values()))
         wall_s = time.monotonic() - begun
-        after = self._cpu_s(servers)
-        spans = await self._sink.do("take", listener=variant)
+        after = _cpu_s(workers)
         return Leg(
             variant,
             len(asked["ended_s"]) / max(asked["ended_s"], default=math.inf),
@@ -123,12 +130,24 @@ class Systems:
             asked["wrong"],
             wall_s,
             {name: after[name] - before[name] for name in after},
-            spans,
+            await self._take(variant),
         )
 
-    def _cpu_s(self, servers: Mapping[str, WorkerProcess]) -> dict[str, float]:
-        workers = {**servers, SINK: self._sink, CLIENT: self._client}
-        return {name: sum(psutil.Process(w.pid).cpu_times()[:2]) for name, w in workers.items()}
+    async def run_together(self, load: Load) -> list[Leg]:
+        """The load that was prepared, on every cluster at the same time. What the collector uses is
+        not told apart, and so is 0."""
+        legs = await asyncio.gather(*(self.run(variant, load) for variant in self._clusters))
+        return [replace(leg, cpu_s={**leg.cpu_s, SINK: 0.0}) for leg in legs]
+
+    async def _take(self, variant: str) -> Mapping[str, Any]:
+        """What the collector got of it. One may ask it at a time."""
+        async with self._taking:
+            counted: Mapping[str, Any] = await self._sink.do("take", listener=variant)
+        return counted
+
+
+def _cpu_s(workers: Mapping[str, WorkerProcess]) -> dict[str, float]:
+    return {name: sum(psutil.Process(w.pid).cpu_times()[:2]) for name, w in workers.items()}
 
 
 @contextlib.asynccontextmanager
@@ -138,8 +157,11 @@ async def running_systems(
     client_settings: Mapping[str, Any] | None = None,
 ) -> AsyncIterator[Systems]:
     """Start a cluster of one router, P and D for each variant, with `settings` for each P and D, a
-    collector and a client; stop them at the end. The client knows the answers of an engine of these
-    settings, or of its own. WorkerLost when the first answers are wrong already."""
+    client for each, and a collector; stop them at the end.
+
+    A client knows the answers of an engine of `client_settings`, or of the clusters' own. WorkerLost
+    when the first answers are wrong already.
+    """
     async with contextlib.AsyncExitStack() as stack:
 
         async def launch(role: str) -> WorkerProcess:
@@ -156,9 +178,10 @@ async def running_systems(
             otlp = sink.about["endpoints"][name] if variant.otlp else ""
             await _start(name, workers, variant, otlp, settings)
             clusters[name] = workers
-        client = await launch("asker")
-        await client.start(settings=dict(client_settings or settings))
-        systems = Systems(clusters, sink, client)
+        clients = {name: await launch("asker") for name in variants}
+        for client in clients.values():
+            await client.start(settings=dict(client_settings or settings))
+        systems = Systems(clusters, sink, clients)
         await _warm_up(systems, list(variants))
         yield systems
 

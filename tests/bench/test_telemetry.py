@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +42,7 @@ from pd_grpc.bench.workload import Length
 from pd_grpc.protocol.config import TelemetryConfig
 from tests.cli.running import pd_grpc
 
-WORKLOAD = Workload("a few", 64, 8, requests=4, at_once=2, time_scale=0.0, rounds=2)
+WORKLOAD = Workload("a few", 64, 8, requests=4, at_once=2, time_scale=0.0, rounds=2, together=1)
 
 
 def leg(variant: str, rate: float, cpu_s: float = 1.0, right: int = 4, **spans: Any) -> Leg:
@@ -61,14 +62,14 @@ def a_round(off: float, **rates: float) -> list[Leg]:
 
 def test_a_ratio_is_made_within_a_round_and_the_median_of_rounds_counts() -> None:
     rounds = [a_round(100, on=90), a_round(50, on=48), a_round(10, on=9.3)]
-    ratio = workload_figures(WORKLOAD, rounds)["throughput_ratio"]["on"]
+    ratio = workload_figures(WORKLOAD, rounds, rounds)["throughput_ratio"]["on"]
     assert ratio["rounds"] == pytest.approx([0.9, 0.96, 0.93])
     assert ratio["median"] == pytest.approx(0.93)
 
 
 def test_cpu_is_that_of_a_right_answer() -> None:
     rounds = [[leg(name, 1, cpu_s=0.5 if name == "on" else 0.4) for name in VARIANTS]]
-    figures = workload_figures(WORKLOAD, rounds)
+    figures = workload_figures(WORKLOAD, [a_round(1)], rounds)
     assert figures["cpu_ms_per_request"]["on"]["decode"] == pytest.approx(125)
     assert figures["server_cpu_ratio"]["on"]["median"] == pytest.approx(0.8)
     assert figures["busiest_cpu_ratio"]["on"] == pytest.approx(0.8)
@@ -76,7 +77,7 @@ def test_cpu_is_that_of_a_right_answer() -> None:
 
 def test_a_round_whose_requests_went_wrong_makes_no_ratio_and_is_told_of() -> None:
     bad = [leg("off", 0, right=0) if each.variant == "off" else each for each in a_round(1)]
-    figures = workload_figures(WORKLOAD, [bad, a_round(10, on=5)])
+    figures = workload_figures(WORKLOAD, [bad, a_round(10, on=5)], [a_round(1)])
     assert figures["throughput_ratio"]["on"]["rounds"] == [0.5]
     report = {"wrong_answers": figures["wrong_answers"], "workloads": {"a": figures}}
     assert faults_of(report) == ["4 requests were not answered as they should be: nothing came"]
@@ -138,10 +139,12 @@ def test_a_quick_run_has_every_workload_and_less_of_each() -> None:
 def test_what_a_server_keeps_by_default_is_what_is_measured() -> None:
     kept = TelemetryConfig().traces_kept
     assert kept > 0
-    assert {name: v.traces_kept for name, v in VARIANTS.items() if name != "off"} == dict.fromkeys(
-        ("local", "sampled", "on"), kept
-    )
-    assert VARIANTS["off"].traces_kept == 0 and not VARIANTS["off"].otlp
+    assert {
+        name: v.traces_kept for name, v in VARIANTS.items() if v.otlp or name == "local"
+    } == dict.fromkeys(("local", "sampled", "on"), kept)
+    off, same = VARIANTS["off"], VARIANTS["same"]
+    assert off.traces_kept == 0 and not off.otlp
+    assert replace(same, description=off.description) == off
     assert {target.figure for target in TARGETS} == {
         "throughput_ratio_sampled",
         "throughput_ratio_on",
@@ -154,13 +157,17 @@ async def test_every_request_leaves_its_spans_at_the_collector_or_none() -> None
     async with running_systems(variants, {**ENGINE, "sim_time_scale": 0.0}) as systems:
         await systems.prepare("test", load)
         off, on = await systems.run("off", load), await systems.run("on", load)
-    for each in (off, on):
+        await systems.prepare("together", load)
+        together = await systems.run_together(load)
+    assert [leg.variant for leg in together] == ["off", "on"]
+    for each in (off, on, *together):
         assert (each.right, each.wrong) == (8, [])
         assert each.rate > 0 and each.wall_s > 0
         assert set(each.cpu_s) == {*SERVERS, SINK, CLIENT}
-    assert off.spans["spans"] == 0
-    assert on.spans["by_name"]["pd.request"] == on.spans["by_name"]["pd.decode"] == 8
-    assert on.spans["traces"] == 8 and lost_spans(on) == 0
+    assert off.spans["spans"] == together[0].spans["spans"] == 0
+    for each in (on, together[1]):
+        assert each.spans["by_name"]["pd.request"] == each.spans["by_name"]["pd.decode"] == 8
+        assert each.spans["traces"] == 8 and lost_spans(each) == 0
 
 
 async def test_an_answer_that_is_not_what_the_rule_of_sim_says_is_wrong() -> None:
