@@ -187,8 +187,10 @@ async def test_a_request_that_failed_shows_where() -> None:
         words = " ".join(["word"] * 300)
         asked = ("generate", words, "--raw", "--trace", *where)
         failed = await asyncio.to_thread(pd_grpc, *asked)
-    assert failed.returncode == 1
-    assert "TOO_LARGE" in failed.stderr
+        for_programs = await asyncio.to_thread(pd_grpc, *asked, "--json")
+    assert failed.returncode == for_programs.returncode == 1
+    assert "TOO_LARGE" in failed.stderr and "TOO_LARGE" in for_programs.stderr
+    assert for_programs.stdout == ""
     (line,) = [each for each in failed.stdout.splitlines() if "pd.request" in each]
     assert line.endswith(" TOO_LARGE")
 
