@@ -184,8 +184,8 @@ READING: Mapping[str, str] = {
     "machine bounds the throughput",
     "spans_lost": "of requests in `on` that were answered: spans that the collector did not get",
     "span_costs_us": "CPU of one span of a stage with four attributes and its end, in a thread "
-    "of its own: without a provider, not sampled, recorded, recorded and kept, recorded and "
-    "encoded",
+    "of its own: without a provider, not sampled, recorded as OpenTelemetry's SDK does it and as "
+    "the servers do, recorded and kept, recorded and encoded",
 }
 """What the figures mean; part of the report."""
 

@@ -46,13 +46,19 @@ _RANDOM_TRACE_ID = 2
 
 
 class QuickProvider(TracerProvider):
-    """The SDK's provider; sampler and limits follow its environment variables."""
+    """The SDK's provider; limits follow its environment variables, and the sampler too unless there
+    is another."""
 
-    def __init__(self, resource: Resource | None = None, shutdown_on_exit: bool = True) -> None:
+    def __init__(
+        self,
+        resource: Resource | None = None,
+        shutdown_on_exit: bool = True,
+        sampler: Sampler | None = None,
+    ) -> None:
         self.limits = SpanLimits()
         self.processors: tuple[SpanProcessor, ...] = ()
         super().__init__(
-            resource=resource, span_limits=self.limits, shutdown_on_exit=shutdown_on_exit
+            sampler, resource, span_limits=self.limits, shutdown_on_exit=shutdown_on_exit
         )
 
     def add_span_processor(self, span_processor: SpanProcessor) -> None:
