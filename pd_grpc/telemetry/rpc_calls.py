@@ -113,7 +113,8 @@ class Calls:
                 span = self.tracing.start(
                     method, parent=parent, at=now, kind=SpanKind.CLIENT, attributes=about
                 )
-                metadata = inject(self.tracing.context(span), metadata or ())
+                if span is not trace.get_current_span(parent):
+                    metadata = inject(self.tracing.context(span), metadata or ())
         return Call(self, span, about, self._made, None, now), metadata
 
     def served(self, method: str, metadata: Metadata) -> tuple[Call, Context]:
@@ -124,7 +125,8 @@ class Calls:
             span = self.tracing.start(
                 method, parent=context, at=now, kind=SpanKind.SERVER, attributes=about
             )
-            context = self.tracing.context(span)
+            if span is not trace.get_current_span(context):
+                context = self.tracing.context(span)
         return Call(self, span, about, self._served, _SERVERS_FAULT, now), context
 
     def _about(self, method: str, endpoint: str) -> Mapping[str, AttributeValue]:
