@@ -164,9 +164,19 @@ def test_values_that_are_equal_but_not_the_same_are_not_mistaken(pair: tuple[Any
     check(recorder.spans, encoder)
 
 
+def test_the_same_link_with_and_without_attributes_is_not_mistaken() -> None:
+    recorder, encoder = Recorder(), SpanEncoder()
+    here, there = context((1, 2, False)), context((1, 2, True))
+    for links in ([Link(here)], [Link(there)], [Link(here, {"a": 1})], [Link(here), Link(there)]):
+        for _ in range(2):
+            recorder.tracer.start_span("step", links=links).end()
+    check(recorder.spans, encoder)
+
+
 def test_what_is_remembered_is_bounded() -> None:
     recorder, encoder = Recorder(), SpanEncoder()
     for number in range(2 * MOST_CACHED + 10):
-        recorder.tracer.start_span("one", attributes={"number": number}).end()
+        links = [Link(context((1, number + 1, False)))]
+        recorder.tracer.start_span("one", attributes={"number": number}, links=links).end()
     check(recorder.spans, encoder)
-    assert len(encoder._cached) <= MOST_CACHED
+    assert len(encoder._cached) <= MOST_CACHED and len(encoder._links) <= MOST_CACHED
