@@ -141,17 +141,21 @@ class RouterService(inference_pb2_grpc.InferenceServiceServicer):
             raise
         finally:
             if fault is not None:
-                tracing.end(route, error=_error(fault))
-            self._metrics.routed(routing.clock.now() - times.accepted, fault)
+                self._routed(route, times, routing.clock.now(), fault)
         try:
-            # A way there and back counts for who asks, as that of the first token does for P.
-            call.start(lambda at: tracing.end(route, at=at))
+            call.start(lambda at: self._routed(route, times, at, None))
             left = budget_ends - routing.clock.now() + rpc.STATUS_READ_S
             await rpc.write_within(_write_all(call, write), left)
         finally:
             times.key = call.key
             await call.close()
-            tracing.end(route, error=_error(_CLIENT_GONE))  # Unless it was routed.
+            if times.routed is None:
+                self._routed(route, times, routing.clock.now(), _CLIENT_GONE)
+
+    def _routed(self, route: Span, times: AnswerTimes, at: float, fault: Fault | None) -> None:
+        """Routing is over, by what span and metric say alike."""
+        self._tracing.end(route, at=at, error=_error(fault))
+        self._metrics.routed(at - times.accepted, fault)
 
     async def _unless_left(self, read: Coroutine[Any, Any, RoutableRequest]) -> RoutableRequest:
         """What it reads, or its fault. Fault DRAINING when the router leaves before."""
