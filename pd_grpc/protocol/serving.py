@@ -20,6 +20,7 @@ from pd_grpc.protocol.config import ServerConfig
 from pd_grpc.protocol.faults import Fault, Reason
 from pd_grpc.protocol.interception import ServerInterceptor, Wire
 from pd_grpc.protocol.life_log import STOPPING
+from pd_grpc.protocol.unforeseen import Unforeseen
 
 _CHANNELZ = channelz_pb2.DESCRIPTOR.services_by_name["Channelz"].full_name
 
@@ -49,8 +50,9 @@ class HandlerRegistry(ServerInterceptor):
     garbage collector when the call is cancelled.
     """
 
-    def __init__(self, endless: frozenset[str] = ENDLESS_METHODS) -> None:
-        self._endless = endless
+    def __init__(self, wire: Wire | None = None) -> None:
+        self._wire = wire or Wire()
+        self._endless = ENDLESS_METHODS
         self._running: dict[asyncio.Task[Any], str] = {}
         self._ending = False
 
@@ -106,7 +108,8 @@ class HandlerRegistry(ServerInterceptor):
             self._running[task] = method
             task.add_done_callback(self._running.pop)
             try:
-                return await run(request, context)
+                async with Unforeseen(self._wire.log, method, context):
+                    return await run(request, context)
             except asyncio.CancelledError:
                 if not endless or not self._ending or context.cancelled():
                     raise
@@ -162,7 +165,7 @@ class ControlServer:
         self._stopping = False
         self._publisher: asyncio.Task[None] | None = None
         self._health = health.aio.HealthServicer()  # type: ignore[attr-defined]
-        self.handlers = HandlerRegistry()
+        self.handlers = HandlerRegistry(wire)
         self.server = grpc.aio.server(
             interceptors=(wire or Wire()).around(self.handlers), options=rpc.server_options(config)
         )

@@ -79,7 +79,7 @@ class RouterService(inference_pb2_grpc.InferenceServiceServicer):
             attributes={names.ATTR_REQUEST_ID: request_id},
         )
         times = AnswerTimes(accepted)
-        fault: Fault | None = _CLIENT_GONE
+        fault: Fault | None = _DEFECT
         try:
             if self.draining:
                 raise Fault(Reason.DRAINING, "the router is draining")
@@ -88,6 +88,9 @@ class RouterService(inference_pb2_grpc.InferenceServiceServicer):
             fault = None
         except Fault as raised:
             fault = raised
+            raise
+        except asyncio.CancelledError:
+            fault = _CLIENT_GONE
             raise
         finally:
             if fault is not None:
@@ -115,7 +118,7 @@ class RouterService(inference_pb2_grpc.InferenceServiceServicer):
         routing, tracing = self._routing, self._tracing
         context = Tracing.context(span)
         route = tracing.start(names.SPAN_ROUTE, parent=context, at=times.accepted)
-        fault: Fault | None = _CLIENT_GONE
+        fault: Fault | None = _DEFECT
         try:
             routable = await self._unless_left(self._read(request, request_id, budget_ends))
             config, discovery = routing.config, routing.discovery
@@ -138,6 +141,9 @@ class RouterService(inference_pb2_grpc.InferenceServiceServicer):
             fault = None
         except Fault as raised:
             fault = raised
+            raise
+        except asyncio.CancelledError:
+            fault = _CLIENT_GONE
             raise
         finally:
             if fault is not None:
@@ -200,6 +206,8 @@ def the_router_leaves() -> Fault:
 
 
 _CLIENT_GONE = Fault(Reason.CLIENT_GONE, "the client left")
+_DEFECT = Fault(Reason.ENGINE_ERROR, "the router failed")
+"""What nobody foresaw."""
 
 
 def _operation(request: inference_pb2.GenerateRequest) -> str:
