@@ -7,6 +7,7 @@ health checks and look-ups nobody asks why they were slow. All have a duration.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeAlias
 
@@ -70,9 +71,11 @@ class Call:
 
     def ended(self, code: str, trailing: Metadata = None) -> None:
         """Its status came, or it was cancelled."""
-        if self._ended:
-            return
-        self._ended = True
+        with self._calls.lock:
+            # A handler and the end of its call may both tell, each on its own thread.
+            if self._ended:
+                return
+            self._ended = True
         now = self._calls.now()
         about = {**self._about, names.ATTR_STATUS_CODE: code}
         failed = code != OK and (self._failing is None or code in self._failing)
@@ -84,7 +87,8 @@ class Call:
             return
         outcome = "ok" if code == OK else self._calls.reason_in(trailing) or code
         if failed:
-            self._calls.tracing.end(span, at=now, error=(code, outcome))
+            # By the conventions the type is the code, as that of the duration.
+            self._calls.tracing.end(span, at=now, error=(code, outcome), error_type=code)
         else:
             span.set_attribute(names.ATTR_STATUS_CODE, code)
             self._calls.tracing.end(span, at=now, outcome=outcome)
@@ -97,6 +101,7 @@ class Calls:
         self.tracing = tracing
         self.reason_in = reason_in
         self.now = tracing.now
+        self.lock = threading.Lock()
         self._made = instruments.histogram(names.METRIC_RPC_CLIENT_DURATION)
         self._served = instruments.histogram(names.METRIC_RPC_SERVER_DURATION)
         self._abouts: dict[tuple[str, str], Mapping[str, AttributeValue]] = {}
