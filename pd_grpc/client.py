@@ -369,7 +369,7 @@ class _Record:
         tracers = tracers or (own if isinstance(own, TracerProvider) else None)
         self._endpoint = endpoint
         self._tracing = Tracing(SystemClock(), "", "client", tracers)
-        self._calls = Calls(self._tracing, Instruments("", meters, in_batches=False), rpc.reason_in)
+        self._calls = Calls(self._tracing, Instruments("", meters), rpc.reason_in)
 
     def begin(self) -> tuple[Call, list[tuple[str, Any]], str]:
         """A request begins: its record, the metadata that carries the current trace or a new one,

@@ -14,12 +14,12 @@ from typing import Any, TypeAlias
 import grpc
 from opentelemetry import trace
 from opentelemetry.context import Context
+from opentelemetry.metrics import Histogram
 from opentelemetry.trace import Span, SpanKind
 from opentelemetry.util.types import AttributeValue
 
 from pd_grpc.telemetry import names
 from pd_grpc.telemetry.instruments import Instruments
-from pd_grpc.telemetry.tallies import Measuring
 from pd_grpc.telemetry.tracing import Tracing, extract, inject
 
 Metadata: TypeAlias = Iterable[tuple[str, str | bytes]] | None
@@ -57,7 +57,7 @@ class Call:
         calls: Calls,
         span: Span | None,
         about: Mapping[str, AttributeValue],
-        duration: Measuring,
+        duration: Histogram,
         failing: frozenset[str] | None,
         began: float,
     ) -> None:
