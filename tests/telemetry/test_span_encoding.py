@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -25,7 +26,7 @@ from opentelemetry.trace import (
     set_span_in_context,
 )
 
-from pd_grpc.telemetry.span_encoding import MOST_CACHED, SpanEncoder
+from pd_grpc.telemetry.span_encoding import MOST_CACHED, FastSpanExporter, SpanEncoder
 
 PLAIN = st.one_of(
     st.text(max_size=200),
@@ -180,3 +181,22 @@ def test_what_is_remembered_is_bounded() -> None:
         recorder.tracer.start_span("one", attributes={"number": number}, links=links).end()
     check(recorder.spans, encoder)
     assert len(encoder._cached) <= MOST_CACHED and len(encoder._links) <= MOST_CACHED
+
+
+def test_the_exporter_sends_what_is_written_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    # The method that it takes the place of is private to OpenTelemetry's exporter.
+    sent: list[bytes] = []
+    encode = SpanEncoder.encode
+    exporter = FastSpanExporter("127.0.0.1:1", 0.1)
+
+    def watched(self: SpanEncoder, spans: Sequence[ReadableSpan]) -> bytes:
+        sent.append(encode(self, spans))
+        return sent[-1]
+
+    monkeypatch.setattr(SpanEncoder, "encode", watched)
+    span = TracerProvider(shutdown_on_exit=False).get_tracer("pd_grpc").start_span("one")
+    span.end()
+    assert isinstance(span, ReadableSpan)
+    exporter.export([span])
+    exporter.shutdown()
+    assert len(sent) == 1 and sent[0] == encode(SpanEncoder(), [span])
