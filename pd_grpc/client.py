@@ -243,8 +243,8 @@ class Client:
         tracer_provider: TracerProvider | None = None,
         meter_provider: MeterProvider | None = None,
     ) -> None:
-        """`endpoint` is host:port; RequestError if it is not. Spans and durations of its calls go
-        to the process's own providers unless there are others."""
+        """`endpoint` is host:port; RequestError if it is not. Spans and durations of its requests
+        go to the process's own providers unless there are others."""
         self._channel = rpc.sync_channel(checked_endpoint(endpoint), Timeouts(), Sizes())
         self._record = _Record(endpoint, tracer_provider, meter_provider)
         self._stub = inference_pb2_grpc.InferenceServiceStub(self._channel)
@@ -308,8 +308,8 @@ class AsyncClient:
         tracer_provider: TracerProvider | None = None,
         meter_provider: MeterProvider | None = None,
     ) -> None:
-        """`endpoint` is host:port; RequestError if it is not. Spans and durations of its calls go
-        to the process's own providers unless there are others."""
+        """`endpoint` is host:port; RequestError if it is not. Spans and durations of its requests
+        go to the process's own providers unless there are others."""
         self._channel = rpc.aio_channel(checked_endpoint(endpoint), Timeouts(), Sizes())
         self._record = _Record(endpoint, tracer_provider, meter_provider)
         self._stub = inference_pb2_grpc.InferenceServiceStub(self._channel)
