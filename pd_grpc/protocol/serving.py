@@ -21,6 +21,7 @@ from pd_grpc.protocol.faults import Fault, Reason
 from pd_grpc.protocol.interception import ServerInterceptor, Wire
 from pd_grpc.protocol.life_log import STOPPING
 from pd_grpc.protocol.unforeseen import Unforeseen
+from pd_grpc.telemetry.rpc_server import shape_of
 
 _CHANNELZ = channelz_pb2.DESCRIPTOR.services_by_name["Channelz"].full_name
 
@@ -85,7 +86,7 @@ class HandlerRegistry(ServerInterceptor):
         handler = await continuation(handler_call_details)
         if handler is None:
             return None  # an unknown method: grpc answers UNIMPLEMENTED
-        shape = _shape(handler)
+        shape = shape_of(handler)
         behaviour = getattr(handler, shape)
         if not (iscoroutinefunction(behaviour) or isasyncgenfunction(behaviour)):
             return handler  # what a servicer leaves out: the generated code answers UNIMPLEMENTED
@@ -119,13 +120,6 @@ class HandlerRegistry(ServerInterceptor):
 
 
 _STOPPING = Fault(Reason.DRAINING, "the server is stopping")
-
-
-def _shape(handler: Any) -> str:
-    """The attribute of a method handler that holds its behaviour."""
-    request = "stream" if handler.request_streaming else "unary"
-    response = "stream" if handler.response_streaming else "unary"
-    return f"{request}_{response}"
 
 
 def _as_coroutine(
