@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Coroutine
+from dataclasses import replace
 from typing import Any, TypeAlias
 
 import grpc.aio
@@ -25,10 +26,19 @@ from pd_grpc.router.routing import Routing
 from pd_grpc.router.runtime import RoutedCall
 from pd_grpc.router.timing import AnswerTimes
 from pd_grpc.telemetry import names
-from pd_grpc.telemetry.tracing import Tracing, current_context
+from pd_grpc.telemetry.tracing import (
+    Tracing,
+    answer_metadata,
+    current_context,
+    trace_id,
+    within_trace,
+)
 from pd_grpc.v1 import inference_pb2, inference_pb2_grpc, types_pb2
 
 ServicerContext: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
+TRACE_ID = "trace_id"
+"""In the metadata of every fault that a client is told."""
+
 Write = Callable[[inference_pb2.GenerateResponse], Awaitable[None]]
 
 
@@ -60,11 +70,14 @@ class RouterService(inference_pb2_grpc.InferenceServiceServicer):
         self, request: inference_pb2.GenerateRequest, context: ServicerContext
     ) -> None:
         budget_s = rpc.budget_of(context, self._routing.config)
-        parent = current_context()
+        parent = within_trace(current_context())
+        context.set_trailing_metadata(answer_metadata(parent))
         try:
             await self.route(request, budget_s, parent, context.write)
         except Fault as fault:
-            await rpc.abort(context, fault.for_client())
+            # Whoever was refused can look up why.
+            told = {**fault.metadata, TRACE_ID: trace_id(parent)}
+            await rpc.abort(context, replace(fault.for_client(), metadata=told))
 
     async def route(
         self, request: inference_pb2.GenerateRequest, budget_s: float, parent: Context, write: Write

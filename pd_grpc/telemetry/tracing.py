@@ -239,6 +239,20 @@ def current_context() -> Context:
     return current.get_current()
 
 
+def within_trace(context: Context) -> Context:
+    """The context, or one in a new trace of which nothing is recorded here."""
+    if trace_id(context):
+        return context
+    return trace.set_span_in_context(_unrecorded(context), context)
+
+
+def answer_metadata(context: Context) -> tuple[tuple[str, str], ...]:
+    """What tells a caller which trace it was, as W3C Trace Context Level 2 has it."""
+    carrier: dict[str, str] = {}
+    _W3C.inject(carrier, context)
+    return tuple(("traceresponse", told) for told in (carrier.get("traceparent"),) if told)
+
+
 def trace_id(context: Context | None) -> str:
     """The trace id as 32 hex digits; empty when the context has none."""
     found = trace.get_current_span(Context() if context is None else context).get_span_context()
