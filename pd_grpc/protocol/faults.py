@@ -295,6 +295,14 @@ class TransportFault(Exception):
         return f"{self.code.name}: {self.message}"
 
 
+def code_and_reason(fault: Fault | TransportFault | None) -> tuple[str, str] | None:
+    """What spans and metrics tell of a fault: nothing of its words, which may be a client's."""
+    if fault is None:
+        return None
+    reason = fault.reason.value if isinstance(fault, Fault) else fault.code.name
+    return fault.code.name, reason
+
+
 def read_status(status: status_pb2.Status) -> Fault | TransportFault:
     """The fault a status carries; a status without our ErrorInfo is the transport's.
 

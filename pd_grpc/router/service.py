@@ -16,7 +16,7 @@ from opentelemetry.trace import Span
 
 from pd_grpc.protocol import rpc
 from pd_grpc.protocol.failures import FailureLog
-from pd_grpc.protocol.faults import Fault, Reason, stage_deadline
+from pd_grpc.protocol.faults import Fault, Reason, code_and_reason, stage_deadline
 from pd_grpc.protocol.refs import mint_id
 from pd_grpc.router.intake import RoutableRequest, check_shape, fit, tokenize
 from pd_grpc.router.machine import INSTANCE
@@ -115,7 +115,7 @@ class RouterService(inference_pb2_grpc.InferenceServiceServicer):
                     request_id=request_id,
                     peer=fault.metadata.get(INSTANCE, ""),
                 )
-            self._tracing.end(span, error=_error(fault))
+            self._tracing.end(span, error=code_and_reason(fault))
             now = self._routing.clock.now()
             self._metrics.ended(times, _operation(request), self._model(), fault, now)
 
@@ -173,7 +173,7 @@ class RouterService(inference_pb2_grpc.InferenceServiceServicer):
 
     def _routed(self, route: Span, times: AnswerTimes, at: float, fault: Fault | None) -> None:
         """Routing is over, by what span and metric say alike."""
-        self._tracing.end(route, at=at, error=_error(fault))
+        self._tracing.end(route, at=at, error=code_and_reason(fault))
         self._metrics.routed(at - times.accepted, fault)
 
     async def _unless_left(self, read: Coroutine[Any, Any, RoutableRequest]) -> RoutableRequest:
@@ -226,10 +226,6 @@ _DEFECT = Fault(Reason.ENGINE_ERROR, "the router failed")
 def _operation(request: inference_pb2.GenerateRequest) -> str:
     chat = request.WhichOneof("prompt") == "messages"
     return names.OPERATION_CHAT if chat else names.OPERATION_COMPLETION
-
-
-def _error(fault: Fault | None) -> tuple[str, str] | None:
-    return None if fault is None else (fault.code.name, fault.reason.value)
 
 
 async def _write_all(call: RoutedCall, write: Write) -> None:
