@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import replace
+from functools import partial
 from typing import Any, TypeAlias
 
 import grpc.aio
@@ -73,7 +74,7 @@ class RouterService(inference_pb2_grpc.InferenceServiceServicer):
         parent = within_trace(current_context())
         context.set_trailing_metadata(answer_metadata(parent))
         try:
-            await self.route(request, budget_s, parent, context.write)
+            await self.route(request, budget_s, parent, partial(rpc.write, context))
         except Fault as fault:
             # Whoever was refused can look up why.
             told = {**fault.metadata, TRACE_ID: trace_id(parent)}
