@@ -10,6 +10,7 @@ from typing import Any
 from pd_grpc.telemetry import names
 from pd_grpc.telemetry.instruments import CATALOG, Instrument
 from tools.marked_parts import Parts, table
+from tools.proto_source import ROOT
 from tools.worked_cases import CASES, KEPT
 
 MEANINGS: Mapping[str, tuple[str, str]] = {
@@ -175,10 +176,37 @@ def setting_of(case: str) -> Callable[[], str]:
     return make
 
 
+COST = ROOT / "docs" / "telemetry.json"
+
+
+def cost() -> str:
+    """What a run of `pd-grpc bench telemetry` showed that is kept beside the page."""
+    run: Mapping[str, Any] = json.loads(COST.read_text(encoding="utf-8"))
+    rows = []
+    for variant in ("sampled", "on", "local", "same"):
+        cells = [f"`{variant}`", run["compares"][variant]["description"]]
+        for of in ("throughput_ratio", "server_cpu_ratio"):
+            low, high = run[f"{of}_{variant}_interval"]
+            cells.append(f"{run[f'{of}_{variant}']:.3f} ({low:.3f} to {high:.3f})")
+        rows.append(tuple(cells))
+    before, after = (run["load_average"][when][0] for when in ("before", "after"))
+    spans, lost = run["spans_per_request"], run["spans_lost"]
+    heads = "variant | what | throughput over `off` | CPU of `off` over it"
+    return "\n".join(
+        (
+            table(heads, rows),
+            "",
+            f"{spans:.0f} spans a request, {lost} lost; {run['machine']['cores']} cores, load {before:.1f} "
+            f"before and {after:.1f} after.",
+        )
+    )
+
+
 _MAKERS = {"setting": setting_of, "trace": trace_of, "metrics": metrics_of}
 
 PARTS: Parts = {
     "metrics": metrics,
+    "cost": cost,
     **{
         f"{case}_{part}": make(case)
         for case in CASES
