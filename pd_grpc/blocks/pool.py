@@ -140,6 +140,7 @@ class BlockPool:
             raise ValueError(f"total: a pool has at least 1 block, not {total}")
         self._total = total
         self._on_evict = on_evict
+        self._keep_most = total
         self._free: deque[int] = deque(range(total))
         self._cached: OrderedDict[int, None] = OrderedDict()
         self._kept: set[int] = set()
@@ -158,6 +159,10 @@ class BlockPool:
     def free(self) -> int:
         """Blocks that `reserve` could have now: the free and the cached ones."""
         return len(self._free) + len(self._cached)
+
+    def state_of(self, block: int) -> BlockState:
+        """The class that a block counts in."""
+        return self._class[block]
 
     def counts(self) -> dict[BlockState, int]:
         """Blocks of each state; all states are there and the sum is `total`."""
@@ -199,6 +204,25 @@ class BlockPool:
         `reserve` evicts the one that has been cached longest. ValueError as for `share`."""
         self._check_known(blocks)
         self._kept.update(blocks)
+
+    def kept(self) -> set[int]:
+        """The blocks that are cached, or will be once their last holder is gone."""
+        return set(self._kept)
+
+    def keep_at_most(self, blocks: int, on_evict: Callable[[int], None]) -> None:
+        """Bound how many blocks are cached, and say who is told of each that is evicted. Beyond the
+        bound the one that has been cached longest is."""
+        self._keep_most = blocks
+        self._on_evict = on_evict
+        self._evict_surplus()
+
+    def keep_none(self) -> None:
+        """Free what is cached, and unmark what is held. Nobody is told."""
+        self._kept.clear()
+        cached, self._cached = self._cached, OrderedDict()
+        for block in cached:
+            self._free.append(block)
+            self._reclassify(block)
 
     def check(self) -> None:
         """PoolCorrupt unless every block is in exactly one class, the one its holders say, and the
@@ -277,14 +301,22 @@ class BlockPool:
         self._live.remove(holding)
         for block in holding.blocks:
             self._holders[block].remove(holding)
-            if not self._holders[block]:
-                if block in self._kept:
-                    self._cached[block] = None
-                else:
-                    self._free.append(block)
+            if not self._holders[block] and block not in self._kept:
+                self._free.append(block)
             self._reclassify(block)
+        # Backwards: a block is of no use without those before it, so the last one is evicted first.
+        for block in reversed(holding.blocks):
+            if self._class[block] is BlockState.CACHED:
+                self._cached[block] = None
+        self._evict_surplus()
         # A new list: one that a caller still holds goes on saying what was held.
         holding._blocks = []
+
+    def _evict_surplus(self) -> None:
+        while len(self._cached) > self._keep_most:
+            block = self._evict()
+            self._free.append(block)
+            self._reclassify(block)
 
     def _reclassify(self, block: int) -> None:
         holders = self._holders[block]

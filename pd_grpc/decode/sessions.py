@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from pd_grpc.decode.sender_shard import missing_part
 from pd_grpc.decode.transfer import Owner
+from pd_grpc.protocol.block_hashes import HASH_ALGORITHM
 from pd_grpc.protocol.config import Timeouts
 from pd_grpc.protocol.faults import Fault, Reason, bad_request, not_meant
 from pd_grpc.protocol.layout import KvLayout
@@ -22,7 +23,6 @@ from pd_grpc.protocol.refs import name_errors
 from pd_grpc.protocol.sampling import FieldError
 from pd_grpc.v1 import decode_pb2, layout_pb2, types_pb2
 
-HASH_ALGORITHM = "sha256-128-chain"
 NAMES_REMEMBERED = 4096
 """Ps whose greatest epoch is known, the latest seen of them."""
 
