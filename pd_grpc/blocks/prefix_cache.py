@@ -22,6 +22,10 @@ class PrefixCache:
         self._most = int(share * pool.total)
         self._block_of: dict[bytes, int] = {}
         self._name_of: dict[int, bytes] = {}
+        self.asked_blocks = 0
+        """Whole blocks that requests which got their blocks had named."""
+        self.found_blocks = 0
+        """Of those, the ones that were known."""
         pool.keep_at_most(self._most, self._forget)
 
     @property
@@ -67,6 +71,8 @@ class PrefixCache:
             raise NoBlocks(room, blocks - len(found))
         holding = self._pool.share(found, state, owner)
         holding.grow(blocks - len(found))
+        self.asked_blocks += len(names)
+        self.found_blocks += len(found)
         return holding, len(found)
 
     def add(self, names: Sequence[bytes], blocks: Sequence[int], first: int = 0) -> None:

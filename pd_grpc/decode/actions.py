@@ -80,14 +80,15 @@ class FinishGenerate:
 
 @dataclass(frozen=True)
 class OpenReceive:
-    """Let KV in for a grant: `blocks[i]` is the physical block of logical block `i`, and the first
-    `wanted` of them are to come, from `owner` alone."""
+    """Let KV in for a grant: `blocks[i]` is the physical block of logical block `i`, and the runs
+    (start, count) `wanted` of logical blocks are to come, from `owner` alone. The others hold their
+    KV already and are not to be written to."""
 
     grant_id: str
     key: TransferKey
     owner: Owner
     blocks: tuple[int, ...]
-    wanted: int
+    wanted: tuple[tuple[int, int], ...]
 
 
 @dataclass(frozen=True)

@@ -103,6 +103,7 @@ class EngineDesk:
     def _prefilled(self, transfer: Transfer, chunk: PrefillChunk, sampled: Sampled | None) -> None:
         ledger = self._ledger
         transfer.kv_tokens = chunk.start + len(chunk.token_ids)
+        ledger.reuse.keep(transfer)
         if transfer.state is DecodeState.PREEMPTED:
             if transfer.kv_tokens == len(transfer.tokens) - 1:
                 ledger.scheduler.drop(transfer)
@@ -122,6 +123,7 @@ class EngineDesk:
 
     def _decoded(self, transfer: Transfer, sampled: Sampled) -> None:
         transfer.kv_tokens += 1
+        self._ledger.reuse.keep(transfer)
         self._handoff.push(transfer, _shown(sampled))
 
 

@@ -10,7 +10,8 @@ from collections import Counter
 from collections.abc import Callable
 
 from pd_grpc.blocks.leases import Leases
-from pd_grpc.blocks.pool import BlockPool, BlockState, Holding, blocks_for
+from pd_grpc.blocks.pool import BlockPool, BlockState, Holding
+from pd_grpc.blocks.prefix_cache import PrefixCache
 from pd_grpc.decode.actions import (
     Action,
     Changed,
@@ -23,7 +24,8 @@ from pd_grpc.decode.actions import (
 )
 from pd_grpc.decode.checks import draining
 from pd_grpc.decode.deadlines import OfServer, OfTransfer, TimerKey, TransferTimer
-from pd_grpc.decode.reservations import Reservations
+from pd_grpc.decode.prefix_reuse import PrefixReuse
+from pd_grpc.decode.reservations import Reservations, Reserved
 from pd_grpc.decode.scheduler import Scheduler
 from pd_grpc.decode.serving import Serving
 from pd_grpc.decode.sessions import Session, Sessions
@@ -71,9 +73,11 @@ class Ledger:
         self.timers: Timers[TimerKey] = Timers()
         self.leases = Leases(config.lease_s)
         self.tombstones: Tombstones[Ended] = Tombstones(config.tombstone_s, config.tombstones)
-        self.reservations = Reservations(pool, config.allocate_queue)
+        self.cache = PrefixCache(pool, config.prefix_cache)
+        self.reuse = PrefixReuse(self.cache, config.block_size)
+        self.reservations = Reservations(self.cache, config.allocate_queue)
         self.serving = Serving(config.serving_quantile)
-        self.scheduler = Scheduler(pool, config, self._preempted)
+        self.scheduler = Scheduler(self.reuse, config, self._preempted, self._resumed)
         self.in_step: frozenset[str] = frozenset()
         self.late_events = 0
         self.counts: Counter[DecodeState] = Counter()
@@ -188,22 +192,22 @@ class Ledger:
         """What it waited for has come."""
         self.timers.cancel(OfTransfer(transfer.grant_id, timer))
 
-    def grant(self, transfer: Transfer, holding: Holding | None) -> None:
+    def grant(self, transfer: Transfer, reserved: Reserved | None) -> None:
         """Give a transfer its blocks; KV may come from now on."""
-        transfer.holding = holding
-        if holding is not None:
+        if reserved is not None:
             transfer.granted_at = self.now
+            self.reuse.granted(transfer, *reserved)
         self.cancel_timer(transfer, TransferTimer.MAX_WAIT)
         self.move(transfer, DecodeState.RESERVED)
         if transfer.local:
             return
         self.leases.start(transfer.grant_id, self.now)
-        if holding is not None:
+        if reserved is not None:
             transfer.receiving = True
             assert transfer.prefill is not None
-            wanted = blocks_for(transfer.prefill.request.prompt_tokens, self.config.block_size)
-            blocks = tuple(holding.blocks)
+            blocks = tuple(reserved.holding.blocks)
             owner = transfer.prefill.owner
+            wanted = self.reuse.wanted(transfer)
             self.act(OpenReceive(transfer.grant_id, transfer.key, owner, blocks, wanted))
 
     def end(
@@ -269,6 +273,9 @@ class Ledger:
     def _preempted(self, transfer: Transfer) -> None:
         self.move(transfer, DecodeState.PREEMPTED)
 
+    def _resumed(self, transfer: Transfer) -> None:
+        self.move(transfer, DecodeState.DECODING)
+
     def _tell_prefill(self, transfer: Transfer, fault: Fault | None) -> None:
         owner = transfer.owner
         session = None if owner is None else self.sessions.of_owner(owner)
@@ -310,7 +317,7 @@ class Ledger:
         self.emit(transfer)
         self.calls.pop(client.call, None)
         if finish is not None:
-            usage = usage_of(client.prompt, client.stop.generated)
+            usage = usage_of(client.prompt, client.stop.generated, transfer.spared_tokens)
             self.act(FinishGenerate(client.call, finish, usage, timings_of(transfer)))
             return
         cause = fault or Fault(Reason.RELEASED, f"{transfer.key} was released by the prefill")

@@ -196,22 +196,23 @@ class PrefillDesk:
             ledger.grant(transfer, None)
             return False
         needed = self._limits.blocks_for(leg.request.prompt_tokens + 1)
+        names = [each.hash for each in leg.request.block_hashes]
         try:
-            holding = ledger.reservations.request(
-                transfer.grant_id, needed, ledger.scheduler.holds_back
+            reserved = ledger.reservations.request(
+                transfer.grant_id, needed, names, ledger.scheduler.holds_back
             )
         except Fault as fault:
             self._abandon(transfer, fault)
             raise
-        if holding is None and max_wait_s <= 0:
+        if reserved is None and max_wait_s <= 0:
             refusal = self._no_blocks(leg)
             ledger.reservations.leave(transfer.grant_id)
             self._abandon(transfer, refusal)
             raise refusal
-        if holding is None:
+        if reserved is None:
             ledger.move(transfer, DecodeState.WAITING)
             return True
-        ledger.grant(transfer, holding)
+        ledger.grant(transfer, reserved)
         return False
 
     def _leave_queue(self, transfer: Transfer, fault: Fault | None) -> None:
@@ -239,8 +240,9 @@ class PrefillDesk:
             lease=duration(self._ledger.config.lease_s),
         )
         if leg.request.kv_needed:
-            blocks = self._limits.blocks_for(leg.request.prompt_tokens)
-            answer.wanted.add(start=0, count=blocks)
+            for start, count in self._ledger.reuse.wanted(transfer):
+                answer.wanted.add(start=start, count=count)
+            answer.cached_tokens = transfer.cached_tokens
             answer.shards.extend(self._shards)
         return answer
 
@@ -289,6 +291,8 @@ class PrefillDesk:
             text = f"{key} is {transfer.state.name} and has no grant {request.grant_id!r}"
             raise Fault(Reason.WRONG_STATE, text, {"state": transfer.state.name})
         self._check_first(transfer, request)
+        if transfer.first is None:
+            transfer.computed_tokens = request.computed_tokens
         self._handoff.first_token(transfer, request.tokens[0])
         return transfer.state.wire
 

@@ -7,6 +7,7 @@ once a grant is closed nothing is written for it any more.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
@@ -31,6 +32,10 @@ CLOSED_REMEMBERED = 4096
 
 HELD_STREAMS = 4096
 """Streams that may wait for the news of their grant."""
+
+
+_LACKING, _VERIFIED, _UNWANTED = 0, 1, 2
+_RUNS = re.compile(bytes([_VERIFIED]) + b"+")
 
 
 @dataclass(frozen=True)
@@ -58,7 +63,9 @@ class _Grant:
     key: TransferKey
     owner: Owner
     blocks: tuple[int, ...]
+    wanted: tuple[tuple[int, int], ...]
     verified: list[list[bytearray]]
+    """By group and layer, what has become of each logical block."""
     missing: int
     stream: int | None = None
     sent_started: bool = False
@@ -102,14 +109,23 @@ class Receiver:
         self._timers: Timers[int] = Timers()
 
     def open_grant(
-        self, grant_id: str, key: TransferKey, owner: Owner, blocks: Sequence[int], wanted: int
+        self,
+        grant_id: str,
+        key: TransferKey,
+        owner: Owner,
+        blocks: Sequence[int],
+        wanted: Sequence[tuple[int, int]],
     ) -> list[Action]:
-        """Let KV in from `owner`: logical blocks [0, `wanted`) of `blocks`, every layer of every
-        group."""
+        """Let KV in from `owner`: of the logical blocks `blocks` the runs (start, count) `wanted`,
+        every layer of every group. No other block is written to."""
         groups = self._layout.groups
-        verified = [[bytearray(wanted) for _ in range(group.layers)] for group in groups]
-        missing = wanted * sum(group.layers for group in groups)
-        grant = _Grant(key, owner, tuple(blocks[:wanted]), verified, missing)
+        end = max((start + count for start, count in wanted), default=0)
+        empty = bytearray([_UNWANTED]) * end
+        for start, count in wanted:
+            empty[start : start + count] = bytes(count)
+        verified = [[bytearray(empty) for _ in range(group.layers)] for group in groups]
+        missing = empty.count(_LACKING) * sum(group.layers for group in groups)
+        grant = _Grant(key, owner, tuple(blocks[:end]), tuple(wanted), verified, missing)
         self._grants[grant_id] = grant
         actions: list[Action] = []
         for stream in self._held.pop(grant_id, []):
@@ -234,14 +250,14 @@ class Receiver:
         self, stream: int, state: _Stream, chunk: transfer_pb2.KvChunk, payload: memoryview
     ) -> list[Action]:
         grant = self._grant_of(state)
-        check_range(chunk, payload.nbytes, self._layout, len(grant.blocks))
+        check_range(chunk, payload.nbytes, self._layout, grant.wanted)
         unacknowledged = state.bytes - state.bytes_told
         check_window(unacknowledged, payload.nbytes, self._config.send_window_bytes)
         if checksum([payload]) != chunk.crc32c:
             raise corrupt(chunk)
         first, end = chunk.block_start, chunk.block_start + chunk.block_count
         rows = grant.verified[chunk.group][chunk.layer_start :][: chunk.layer_count]
-        lacking = sum(row.count(0, first, end) for row in rows)
+        lacking = sum(row.count(_LACKING, first, end) for row in rows)
         # What is verified is never written again: D may be decoding from it.
         if lacking:
             self._memory.write(
@@ -249,7 +265,7 @@ class Receiver:
             )
             grant.missing -= lacking
             for row in rows:
-                row[first:end] = b"\1" * chunk.block_count
+                row[first:end] = bytes([_VERIFIED]) * chunk.block_count
         state.chunks += 1
         state.bytes += payload.nbytes
         ack = transfer_pb2.TransferAck(accepted_bytes=state.bytes)
@@ -310,7 +326,7 @@ class Receiver:
     def _first_missing(self, grant: _Grant) -> str:
         for group, rows in enumerate(grant.verified):
             for layer, row in enumerate(rows):
-                if (block := row.find(0)) >= 0:
+                if (block := row.find(_LACKING)) >= 0:
                     return f"group {group}, layer {layer}, block {block} first"
         return ""
 
@@ -334,10 +350,5 @@ class Receiver:
 
 
 def _runs(row: bytearray) -> list[tuple[int, int]]:
-    found, start = [], row.find(1)
-    while start >= 0:
-        end = row.find(0, start)
-        end = len(row) if end < 0 else end
-        found.append((start, end - start))
-        start = row.find(1, end)
-    return found
+    """The runs (start, count) of blocks that are verified."""
+    return [(run.start(), run.end() - run.start()) for run in _RUNS.finditer(row)]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from pd_grpc.decode.sender_shard import missing_part
 from pd_grpc.protocol.faults import Fault, Reason, bad_request, not_meant
 from pd_grpc.protocol.layout import KvLayout
@@ -32,10 +34,13 @@ def check_open(message: transfer_pb2.TransferOpen, decode_epoch: int, layout: Kv
 
 
 def check_range(
-    chunk: transfer_pb2.KvChunk, payload_bytes: int, layout: KvLayout, wanted: int
+    chunk: transfer_pb2.KvChunk,
+    payload_bytes: int,
+    layout: KvLayout,
+    wanted: Sequence[tuple[int, int]],
 ) -> None:
-    """Fault when a chunk's ranges are not within the layout and the `wanted` blocks, or its payload
-    has not their size."""
+    """Fault when a chunk's ranges are not within the layout and one of the `wanted` runs (start,
+    count) of blocks, or its payload has not their size."""
     wrong = []
     if chunk.group >= len(layout.groups):
         wrong.append(FieldError("chunk.group", f"there are {len(layout.groups)}"))
@@ -43,8 +48,11 @@ def check_range(
     layers = layout.groups[chunk.group].layers
     if chunk.layer_count < 1 or chunk.layer_start + chunk.layer_count > layers:
         wrong.append(FieldError("chunk.layer_start", f"the group has {layers} layers"))
-    if chunk.block_count < 1 or chunk.block_start + chunk.block_count > wanted:
-        wrong.append(FieldError("chunk.block_start", f"{wanted} blocks are wanted"))
+    first, end = chunk.block_start, chunk.block_start + chunk.block_count
+    inside = any(start <= first and end <= start + count for start, count in wanted)
+    if chunk.block_count < 1 or not inside:
+        runs = ", ".join(f"[{start}, {start + count})" for start, count in wanted) or "none"
+        wrong.append(FieldError("chunk.block_start", f"of the blocks {runs} are wanted"))
     size = chunk.layer_count * chunk.block_count * layout.layer_bytes(chunk.group)
     if payload_bytes != size:
         text = f"has {payload_bytes} bytes; the ranges take {size}"

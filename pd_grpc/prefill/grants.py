@@ -20,6 +20,7 @@ def read_grant(
         tuple((wanted.start, wanted.count) for wanted in response.wanted),
         tuple(response.shards),
         response.transport,
+        response.cached_tokens,
     )
 
 
@@ -54,6 +55,7 @@ def send_plan(grant: Grant, shard: int, record: PrefillRecord, layout: KvLayout)
         block_table=tuple(record.holding.blocks),
         wanted=grant.wanted,
         layers=_layers_of(grant.shards[shard], layout),
+        ready=record.computed,
     )
 
 

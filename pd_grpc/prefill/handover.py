@@ -283,7 +283,7 @@ class Handover:
             ref=_ref(record),
             grant_id=record.grant.grant_id,
             tokens=[_first_token(record)],
-            computed_tokens=record.computed,
+            computed_tokens=record.computed - record.cached_tokens,
         )
         record.first_token_tries += 1
         record.first_token_in_flight = True

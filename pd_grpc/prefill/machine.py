@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pd_grpc.blocks.pool import BlockPool
+from pd_grpc.blocks.prefix_cache import PrefixCache
 from pd_grpc.engine.base import Sampled, Tokenizer
 from pd_grpc.prefill import events as ev
 from pd_grpc.prefill.actions import Action, Drained, FailCall, FinishCall
@@ -14,6 +15,7 @@ from pd_grpc.prefill.sender_watch import SENDER
 from pd_grpc.prefill.states import PrefillRecord, PrefillState, Times
 from pd_grpc.prefill.validation import ModelLimits, check_prefill, tokens_of
 from pd_grpc.prefill.view import describe, handed_off, stage_of
+from pd_grpc.protocol.block_hashes import BlockChain
 from pd_grpc.protocol.config import PrefillConfig
 from pd_grpc.protocol.faults import Fault, Reason, stage_deadline
 from pd_grpc.protocol.refs import TransferKey, key_of
@@ -41,6 +43,7 @@ class PrefillMachine:
     ) -> None:
         self.instance = instance
         self.pool = pool
+        self.cache = PrefixCache(pool, config.prefix_cache)
         self.requests = Requests(config)
         self.draining = False
         self._drained = False
@@ -69,7 +72,7 @@ class PrefillMachine:
         self.compute = Compute(
             self.requests,
             config,
-            pool,
+            self.cache,
             limits.layout,
             fail=self._fail,
             decoding_s=self.placement.decoding_s,
@@ -105,6 +108,11 @@ class PrefillMachine:
         self.placement.releases.clear(now)
         self.conversations.leave("prefill instance stops", now)
         return self._settle(now)
+
+    @property
+    def block_size(self) -> int:
+        """Tokens of a block."""
+        return self._limits.layout.block_size
 
     @property
     def paused(self) -> bool:
@@ -212,7 +220,8 @@ class PrefillMachine:
         except Fault as fault:
             self.requests.do(FailCall(event.call, fault))
             return
-        record = _record(event, tokens, sampling, now)
+        chain = BlockChain(self.block_size, event.request.scope.cache_salt)
+        record = _record(event, tokens, chain, sampling, now)
         self.requests.add(record, now)
         endpoint = record.target.endpoint
         queued = prefill_pb2.Queued(ahead=self.placement.pool.waiting_for(endpoint))
@@ -334,7 +343,11 @@ class PrefillMachine:
 
 
 def _record(
-    event: ev.PrefillCalled, tokens: tuple[int, ...], sampling: Sampling, now: float
+    event: ev.PrefillCalled,
+    tokens: tuple[int, ...],
+    chain: BlockChain,
+    sampling: Sampling,
+    now: float,
 ) -> PrefillRecord:
     request = event.request
     return PrefillRecord(
@@ -343,6 +356,7 @@ def _record(
         request=request,
         sampling=sampling,
         tokens=tokens,
+        chain=chain,
         deadline=now + max(0.0, event.budget_s),
         times=Times(now),
     )

@@ -178,6 +178,7 @@ class Placement:
             kv_needed=record.kv_needed,
             scope=record.request.scope if record.request.HasField("scope") else None,
             request_id=record.request.request_id,
+            block_hashes=self._names(record),
         )
         record.ask += 1
         record.asking = True
@@ -194,6 +195,14 @@ class Placement:
             record.key, record.ask, session.endpoint, session.link, request, timeout_s
         )
         self._requests.do(ask)
+
+    def _names(self, record: PrefillRecord) -> list[decode_pb2.BlockHash]:
+        """Of all whole blocks, where D may make use of them."""
+        if not record.kv_needed:
+            return []
+        whole = len(record.tokens) // self._limits.layout.block_size
+        names = record.chain.names(record.tokens, whole)
+        return [decode_pb2.BlockHash(hash=name) for name in names]
 
     def _take(
         self, record: PrefillRecord, response: decode_pb2.AllocateResponse, now: float

@@ -14,9 +14,9 @@ _UNSENT, _SENT, _VERIFIED = 0, 1, 2
 
 class _Layer:
     """One layer's wanted blocks by their place in the plan's order: what has become of each, and
-    how many from the front are computed."""
+    how many from the front are computed, and whether all tokens are, wanted or not."""
 
-    __slots__ = ("block_bytes", "first_unsent", "group", "layer", "ready", "state")
+    __slots__ = ("block_bytes", "computed", "first_unsent", "group", "layer", "ready", "state")
 
     def __init__(self, group: int, layer: int, blocks: int, block_bytes: int) -> None:
         self.group = group
@@ -24,6 +24,7 @@ class _Layer:
         self.block_bytes = block_bytes
         self.state = bytearray(blocks)
         self.ready = 0
+        self.computed = False
         self.first_unsent = 0
 
     def unsent(self, start: int, end: int) -> int:
@@ -74,6 +75,8 @@ class TransferSender:
         self._end_sent = False
         self._completed = False
         self._heard_at: float | None = None
+        for layer in self._layers:
+            self.advance(layer.group, layer.layer, plan.ready)
 
     # --- what is known -------------------------------------------------------------------------
 
@@ -82,7 +85,8 @@ class TransferSender:
         found = self._by_name.get((group, layer))
         if found is not None:
             whole = tokens // self._block_size
-            blocks = self._all_blocks if tokens >= self.plan.tokens else whole
+            found.computed = found.computed or tokens >= self.plan.tokens
+            blocks = self._all_blocks if found.computed else whole
             found.ready = max(found.ready, self._place_of(blocks))
 
     def opening(self, now: float) -> None:
@@ -141,11 +145,12 @@ class TransferSender:
         return slab
 
     def end(self, now: float) -> tuple[int, int] | None:
-        """Chunks and payload bytes of this stream, once, when everything has been sent."""
+        """Chunks and payload bytes of this stream, once, when everything has been sent. Where D has
+        the last blocks already, the prompt is computed to its end all the same, for only then can
+        the first token follow at once."""
         if not self._open or self._end_sent:
             return None
-        total = self._places[-1]
-        if any(layer.ready < total or layer.seek() for layer in self._layers):
+        if any(not layer.computed or layer.seek() for layer in self._layers):
             return None
         self._end_sent = True
         self._heard_at = now

@@ -10,6 +10,7 @@ from functools import cached_property
 from pd_grpc.blocks.pool import Holding
 from pd_grpc.engine.base import Sampled
 from pd_grpc.engine.stopping import Finish
+from pd_grpc.protocol.block_hashes import BlockChain
 from pd_grpc.protocol.faults import Fault
 from pd_grpc.protocol.messages import prompt_digest
 from pd_grpc.protocol.refs import TransferKey
@@ -74,6 +75,8 @@ class Grant:
     """Runs of logical blocks, (start, count), ascending."""
     shards: tuple[layout_pb2.Shard, ...]
     transport: layout_pb2.Transport
+    cached_tokens: int = 0
+    """Tokens that D says it has the KV of."""
 
 
 class Stream(enum.Enum):
@@ -122,6 +125,8 @@ class PrefillRecord:
     sampling: Sampling
     tokens: tuple[int, ...]
     """Prompt and generated tokens: what is computed and sent."""
+    chain: BlockChain
+    """Names the blocks of `tokens`."""
     deadline: float
     times: Times
     state: PrefillState = PrefillState.QUEUED
@@ -140,7 +145,11 @@ class PrefillRecord:
     in_step: bool = False
     """Whether the engine's present step writes into its blocks."""
     computed: int = 0
-    """Tokens computed so far."""
+    """Tokens whose KV is in its blocks: computed, or found there."""
+    cached_tokens: int = 0
+    """Of those, the ones that were found in P's own prefix cache."""
+    kept_blocks: int = 0
+    """Blocks from the front that the prefix cache knows, or equal to some that it knows."""
     streams: dict[int, Stream] = field(default_factory=dict)
     acked_bytes: dict[int, int] = field(default_factory=dict)
     """By shard."""

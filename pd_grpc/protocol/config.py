@@ -127,6 +127,13 @@ class EngineConfig(_Section):
     max_model_len: int = Field(
         0, ge=0, description="prompt plus output, tokens; 0 is the model's own limit"
     )
+    prefix_cache: float = Field(
+        1.0,
+        ge=0,
+        le=1,
+        description="share of the pool that may keep KV of nobody's for prompts that begin alike;"
+        " it makes room whenever blocks are needed. 0 keeps nothing",
+    )
     max_batch: int = Field(32, ge=1, description="requests decoded together")
     prefill_batch: int = Field(8, ge=1, description="requests prefilled together")
     chunk_tokens: int = Field(

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 from google.protobuf.duration_pb2 import Duration
 
+from pd_grpc.protocol.block_hashes import SALT_BYTES
 from pd_grpc.protocol.layout import CANONICAL, GroupKind, KvGroup, KvLayout, Plane, PlaneKind
 from pd_grpc.protocol.sampling import FieldError, Sampling
 from pd_grpc.v1 import layout_pb2, sampling_pb2
@@ -92,7 +93,6 @@ def unbuilt_scope(p: sampling_pb2.RequestScope) -> str | None:
     used = {
         "model": bool(p.model),
         "adapter": bool(p.adapter),
-        "cache_salt": bool(p.cache_salt),
         "media_hashes": len(p.media_hashes) > 0,
         "tenant": bool(p.tenant),
         "priority": p.priority != 0,
@@ -102,6 +102,13 @@ def unbuilt_scope(p: sampling_pb2.RequestScope) -> str | None:
         "direction": p.direction not in _BUILT_DIRECTIONS,
     }
     return next((f"scope.{name}" for name, on in used.items() if on), None)
+
+
+def scope_errors(p: sampling_pb2.RequestScope) -> list[FieldError]:
+    """What is wrong with the request fields that are built."""
+    if len(p.cache_salt) <= SALT_BYTES:
+        return []
+    return [FieldError("scope.cache_salt", f"must have at most {SALT_BYTES} bytes")]
 
 
 def layout_to_proto(layout: KvLayout) -> layout_pb2.KvLayout:

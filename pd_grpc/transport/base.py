@@ -46,13 +46,15 @@ class SendPlan:
     """What one shard of D is to get from one request.
 
     `tokens` are computed in all, `block_table` lists P's physical blocks in logical order, `wanted`
-    the runs of logical blocks (start, count) that D lacks, `layers` the layers the shard holds.
+    the runs of logical blocks (start, count) that D lacks, `layers` the layers the shard holds. The
+    KV of the first `ready` tokens is in P's memory from the beginning.
     """
 
     tokens: int
     block_table: tuple[int, ...]
     wanted: tuple[tuple[int, int], ...]
     layers: tuple[LayerRun, ...]
+    ready: int = 0
 
 
 class StreamListener(Protocol):

@@ -202,12 +202,14 @@ class Harness:
         """The last of it is verified. As the receiver, nothing is written twice or after the
         close."""
         opened = self.opened[grant_id]
-        assert len(tokens) <= opened.wanted * BLOCK
+        end = max((start + count for start, count in opened.wanted), default=0)
+        assert len(tokens) <= end * BLOCK or not opened.wanted
         closed = grant_id in self.closes and grant_id not in self._unclosed
         if not closed and grant_id not in self._completed:
             self._completed.add(grant_id)
-            for position, token in enumerate(tokens):
-                self._store(opened.blocks, position, token)
+            for start, count in opened.wanted:
+                for position in range(start * BLOCK, min(len(tokens), (start + count) * BLOCK)):
+                    self._store(opened.blocks, position, tokens[position])
         self.feed(ev.ReceiveCompleted(grant_id))
 
     def close_receivers(self) -> None:
@@ -246,6 +248,7 @@ class Harness:
     def check(self) -> None:
         """What holds after every event."""
         self.pool.check()
+        self.machine.ledger.cache.check()
         ledger = self.machine.ledger
         for transfer in ledger.transfers.values():
             grant = transfer.grant_id
@@ -265,9 +268,11 @@ class Harness:
         assert not known & quarantined
 
     def all_returned(self) -> None:
-        """Nothing is in flight, and every block is free."""
+        """Nothing is in flight, and every block is free, or is once the cache is cleared."""
         self.check()
         assert self.machine.ledger.transfers == {}
+        assert self.pool.free == self.pool.total
+        self.machine.ledger.cache.clear()
         assert self.pool.counts()[BlockState.FREE] == self.pool.total
         assert self.machine.ledger.calls == {}
         assert len(self.machine.ledger.reservations) == 0

@@ -337,5 +337,8 @@ def settle(world: World) -> None:
     world.free_pool()
     world.confirm_closed()
     assert world.machine.transfers(world.now) == []
+    assert world.pool.free == world.pool.total
+    world.machine.cache.check()
+    world.machine.cache.clear()
     assert world.pool.counts()[BlockState.FREE] == world.pool.total
     assert world.taken(act.Drained)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 
-from pd_grpc.blocks.pool import BlockState
 from pd_grpc.decode import actions as act
 from pd_grpc.decode import events as ev
 from pd_grpc.decode.deadlines import OfTransfer, TransferTimer
@@ -116,7 +115,7 @@ class DecodeProcess(ReceivingProcess):
         """See `Process.left_over`."""
         ledger = self.machine.ledger
         found = [f"{t.key} is {t.state.name}" for t in ledger.transfers.values()]
-        if self.pool.counts()[BlockState.FREE] != self.pool.total:
+        if self.pool.free != self.pool.total:
             found.append(f"blocks {self.pool.holdings()}")
         if ledger.calls or self.clients or self.unary:
             found.append(f"calls {ledger.calls}, {self.clients}, {self.unary}")
@@ -338,14 +337,14 @@ class DecodeProcess(ReceivingProcess):
             key = self.keys[grant_id]
             for i, token in enumerate(chunk.token_ids):
                 tag = Tag(number_of(key), key.attempt, chunk.start + i, token)
-                self.memory.store(chunk.block_table, tag)
+                self._store(chunk.block_table, tag)
             stored = self.memory.tokens(chunk.block_table, chunk.start + len(chunk.token_ids), key)
             prefilled.append(None if chunk.sample is None else Sampled(next_token(stored)))
         decoded = []
         for grant_id, slot in zip(plan.decode_grants, plan.decode, strict=True):
             key = self.keys[grant_id]
             tag = Tag(number_of(key), key.attempt, slot.position, slot.token_id)
-            self.memory.store(slot.block_table, tag)
+            self._store(slot.block_table, tag)
             stored = self.memory.tokens(slot.block_table, slot.position + 1, key)
             decoded.append(Sampled(next_token(stored)))
         self.keys.clear()
@@ -355,6 +354,7 @@ class DecodeProcess(ReceivingProcess):
 
     def _check(self) -> None:
         self.pool.check()
+        self.machine.ledger.cache.check()
         ledger = self.machine.ledger
         self._check_drain(t.key for t in ledger.transfers.values())
         for transfer in ledger.transfers.values():
