@@ -24,6 +24,10 @@ class DecodeMetrics(MachineMetrics[TransferKey]):
         ledger = machine.ledger
         self.watch_late_events(lambda: ledger.late_events)
         self.watch_pool(machine.pool.counts)
+        cache, size = ledger.cache, ledger.config.block_size
+        self.watch_prefix_cache(
+            lambda: cache.asked_blocks * size, lambda: cache.found_blocks * size
+        )
         self.watch_queue(lambda: _waiting_tokens(ledger.transfers))
 
     def changed(self, change: Changed) -> None:

@@ -35,6 +35,10 @@ class PrefillMetrics(MachineMetrics[TransferKey]):
         requests = machine.requests
         self.watch_late_events(lambda: requests.late_events)
         self.watch_pool(machine.pool.counts)
+        cache, size = machine.cache, machine.block_size
+        self.watch_prefix_cache(
+            lambda: cache.asked_blocks * size, lambda: cache.found_blocks * size
+        )
         self.watch_queue(lambda: _waiting_tokens(requests.in_flight))
 
     def changed(self, change: Changed) -> None:

@@ -115,6 +115,9 @@ class PrefillSpans:
         """An Allocate was answered."""
         trace = self._traces.get(event.asked.key)
         if trace is not None:
+            if event.response is not None and event.response.cached_tokens and trace.allocate:
+                cached = event.response.cached_tokens
+                trace.allocate.set_attribute(names.ATTR_CACHED_TOKENS, cached)
             self._end(trace.allocate, at, event.fault)
 
     def computed(self, run: act.RunStep, at: float) -> None:

@@ -98,6 +98,12 @@ class MachineMetrics(InstanceMetrics, Generic[Key]):
             ],
         )
 
+    def watch_prefix_cache(self, asked: Callable[[], int], found: Callable[[], int]) -> None:
+        """Tokens that were looked up since the start, and those of them that were there."""
+        watch, role = self._instruments.watched_counter, self._role
+        watch(names.METRIC_PREFIX_LOOKUP_TOKENS, lambda: [(asked(), role)])
+        watch(names.METRIC_PREFIX_HIT_TOKENS, lambda: [(found(), role)])
+
     def watch_queue(self, tokens: Callable[[], int]) -> None:
         """Prompt tokens of requests that wait."""
         self._instruments.gauge(names.METRIC_QUEUE_TOKENS, lambda: [(tokens(), self._role)])

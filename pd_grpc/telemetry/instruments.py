@@ -61,6 +61,19 @@ CATALOG: Mapping[str, Instrument] = {
             (_ROLE, names.ATTR_METRIC_STATE),
         ),
         Instrument(
+            names.METRIC_PREFIX_LOOKUP_TOKENS,
+            "{token}",
+            "tokens of whole blocks that were looked up in the prefix cache, once for each grant on"
+            " D and each request that P computes",
+            (_ROLE,),
+        ),
+        Instrument(
+            names.METRIC_PREFIX_HIT_TOKENS,
+            "{token}",
+            "of those, the ones whose KV was there: on D not to be sent, on P not to be computed",
+            (_ROLE,),
+        ),
+        Instrument(
             names.METRIC_TRANSFER_BYTES,
             "By",
             "payload of KV that D has verified",
