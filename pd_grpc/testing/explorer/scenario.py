@@ -129,8 +129,8 @@ class Scenario:
                 first, *others = (decodes[d] for d in request[1])
                 pairing = Pairing(prefills[request[0]], first, tuple(others))
             length = self.prompts[i % len(self.prompts)]
-            first = 20 if self.prefix_cache else 20 * (i + 1)
-            prompt = tuple(first + token for token in range(length))
+            lowest = 20 if self.prefix_cache else 20 * (i + 1)
+            prompt = tuple(lowest + token for token in range(length))
             assert pairing.prefill is not None
             prefill_load.charge(pairing.prefill.endpoint, length)
             decode_load.charge(pairing.decode.endpoint, length + self.max_tokens)
