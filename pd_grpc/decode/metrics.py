@@ -7,13 +7,15 @@ from collections.abc import Mapping
 from pd_grpc.decode import events as ev
 from pd_grpc.decode.actions import Changed
 from pd_grpc.decode.machine import DecodeMachine
-from pd_grpc.decode.states import STAGES, DecodeState
+from pd_grpc.decode.states import STAGES, TRANSITIONS, DecodeState
 from pd_grpc.decode.transfer import Transfer
 from pd_grpc.protocol.clock import Clock
 from pd_grpc.protocol.faults import Reason
 from pd_grpc.protocol.refs import TransferKey
-from pd_grpc.telemetry.instance_metrics import MachineMetrics
+from pd_grpc.telemetry.instance_metrics import MachineMetrics, stages_ahead
 from pd_grpc.telemetry.instruments import Instruments
+
+_AHEAD = stages_ahead(STAGES, TRANSITIONS)
 
 
 class DecodeMetrics(MachineMetrics[TransferKey]):
@@ -33,7 +35,7 @@ class DecodeMetrics(MachineMetrics[TransferKey]):
     def changed(self, change: Changed) -> None:
         """A transfer has entered another state."""
         left = None if change.before is None else STAGES[change.before]
-        self.moved(change.key, left, change.after.terminal, change.fault)
+        self.moved(change.key, left, _AHEAD[change.after], change.fault)
         if change.after is DecodeState.RECEIVING:
             self.transfer_begins(change.key)
         elif change.before is DecodeState.RECEIVING:

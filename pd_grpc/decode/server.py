@@ -139,14 +139,13 @@ async def start_decode(
         await asyncio.to_thread(bulk.stop)
         raise
     instance = types_pb2.Instance(name=control.name, epoch=epoch, role=types_pb2.ROLE_DECODE)
-    # It has its name from the port, at the latest.
-    log = bulk.log = InstanceLog("decode", instance.name)
+    log = InstanceLog("decode", instance.name)
     life = LifeLog(log)
     control.on_readiness = life.readiness
     machine = _machine(config, engine, instance, bulk)
     tracing = Tracing(clock, instance.name, "decode", tracer_provider, config.traces_kept)
     instruments = Instruments(instance.name, meter_provider)
-    wire.connect(tracing, instruments)
+    wire.connect(log, tracing, instruments)
     changes = ChangeFeed()
     runtime = DecodeRuntime(machine, engine, clock, DecodeSpans(tracing), control.set_ready, log)
     runtime.connect(bulk)
