@@ -43,9 +43,9 @@ class DecodeServiceStub(object):
     Both legs mean one request. D compares prompt length, digest, sampling (with defaults filled in),
     max_new_tokens, cache_salt and block_hashes of Allocate with those of Generate, whichever comes
     later; a difference fails both with HANDOFF_MISMATCH, which names the part. Of Generate the
-    block_hashes are those that its tokens have. Either leg may come first. A client leg that ends
-    before hand-off ends the transfer with CLIENT_GONE, and P is told: by the answer to an
-    Allocate that waits, otherwise by transfer_ended.
+    block_hashes are those that its tokens have; a D that makes no use of them does not compare them.
+    Either leg may come first. A client leg that ends before hand-off ends the transfer with
+    CLIENT_GONE, and P is told: by the answer to an Allocate that waits, otherwise by transfer_ended.
 
     Hand-off is the moment D holds both the verified KV and the first token, whichever comes last.
     After hand-off P's lease, session, epoch and Release no longer touch the transfer; the client's
@@ -112,9 +112,9 @@ class DecodeServiceServicer(object):
     Both legs mean one request. D compares prompt length, digest, sampling (with defaults filled in),
     max_new_tokens, cache_salt and block_hashes of Allocate with those of Generate, whichever comes
     later; a difference fails both with HANDOFF_MISMATCH, which names the part. Of Generate the
-    block_hashes are those that its tokens have. Either leg may come first. A client leg that ends
-    before hand-off ends the transfer with CLIENT_GONE, and P is told: by the answer to an
-    Allocate that waits, otherwise by transfer_ended.
+    block_hashes are those that its tokens have; a D that makes no use of them does not compare them.
+    Either leg may come first. A client leg that ends before hand-off ends the transfer with
+    CLIENT_GONE, and P is told: by the answer to an Allocate that waits, otherwise by transfer_ended.
 
     Hand-off is the moment D holds both the verified KV and the first token, whichever comes last.
     After hand-off P's lease, session, epoch and Release no longer touch the transfer; the client's
@@ -261,9 +261,9 @@ class DecodeService(object):
     Both legs mean one request. D compares prompt length, digest, sampling (with defaults filled in),
     max_new_tokens, cache_salt and block_hashes of Allocate with those of Generate, whichever comes
     later; a difference fails both with HANDOFF_MISMATCH, which names the part. Of Generate the
-    block_hashes are those that its tokens have. Either leg may come first. A client leg that ends
-    before hand-off ends the transfer with CLIENT_GONE, and P is told: by the answer to an
-    Allocate that waits, otherwise by transfer_ended.
+    block_hashes are those that its tokens have; a D that makes no use of them does not compare them.
+    Either leg may come first. A client leg that ends before hand-off ends the transfer with
+    CLIENT_GONE, and P is told: by the answer to an Allocate that waits, otherwise by transfer_ended.
 
     Hand-off is the moment D holds both the verified KV and the first token, whichever comes last.
     After hand-off P's lease, session, epoch and Release no longer touch the transfer; the client's

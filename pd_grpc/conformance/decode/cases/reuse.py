@@ -44,27 +44,32 @@ async def a_prompt_that_begins_like_one_before(d: DecodeHand) -> None:
         expect_equal(grant.cached_tokens, len(cached) * size, "cached_tokens")
 
 
-@case(281, "Of Generate the block_hashes are those that its tokens have.")
+@case(281, "Of Generate the block_hashes are those that its tokens have;")
 async def hashes_of_another_prompt(d: DecodeHand) -> None:
     """P names the blocks of a prompt that D has seen; the client's is another. Whichever leg comes
-    first, both are refused, and no token is shown."""
+    first, a D that makes use of the names refuses both, and no token is shown; one that wants every
+    block all the same answers rightly."""
     d.needs_blocks(4)
     p, size = await d.prefill(), d.block_size
     seen = d.request(2 * size)
     await _answered(d, p, seen)
+    again = d.request(prompt=list(seen.prompt))
+    uses = bool((await _answered(d, p, again)).cached_tokens)
     for client_first in (True, False):
-        request = d.request(2 * size)
-        names = _named(d, seen)
-        if client_first:
-            leg = d.generate(request)
-            await d.arrived()
+        request, names = d.request(2 * size), _named(d, seen)
+        leg = d.generate(request) if client_first else None
+        await d.arrived()
+        if uses and client_first:
             fault = await p.allocate_refused(
                 request, Reason.HANDOFF_MISMATCH, "the blocks' names differ", **names
             )
             expect_equal(fault.metadata.get("part"), "block_hashes", "the part")
         else:
-            await p.allocate(request, **names)
-            leg = d.generate(request)
+            grant = await p.allocate(request, **names)
+        leg = leg or d.generate(request)
+        if not uses:
+            await HandOver(d, p, request, grant, leg).completes()
+            continue
         fault = check_fault(
             await leg.outcome(), Reason.HANDOFF_MISMATCH, "the names differ", Code.INTERNAL
         )
