@@ -39,8 +39,8 @@ def build_request(
     options: Mapping[str, Any],
 ) -> inference_pb2.GenerateRequest:
     """A request with exactly one prompt; `options` are fields of `SamplingParams`, `request_id`,
-    `generated_token_ids` and `cache_salt`. RequestError for what the wire cannot carry (a negative seed, a fraction
-    of a token); the rest is the server's to judge."""
+    `generated_token_ids` and `cache_salt`. RequestError for what the wire cannot carry (a negative
+    seed, a fraction of a token); the rest is the server's to judge."""
     if sum(prompt is not None for prompt in (text, messages, token_ids)) != 1:
         raise RequestError("text", "give exactly one of text, messages and token_ids")
     named: dict[str, Any] = dict(options)
