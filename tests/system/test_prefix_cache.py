@@ -9,12 +9,16 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
 from pd_grpc.decode.receiver import Receiver
 from pd_grpc.engine.sim_reference import sim_answer
 from pd_grpc.protocol.config import DecodeConfig
 from pd_grpc.protocol.faults import Reason
 from pd_grpc.protocol.sampling import Sampling
+from pd_grpc.telemetry import names
 from pd_grpc.v1 import types_pb2
 from tests.cluster import SIM, Cluster, cluster
 from tests.decode.wire import fault_of
@@ -215,3 +219,15 @@ async def test_the_count_of_tokens_that_were_spared_reaches_the_client() -> None
     assert usage == types_pb2.Usage(
         prompt_tokens=len(PROMPT) + 2, completion_tokens=6, cached_tokens=len(PROMPT)
     )
+
+
+async def test_the_span_of_an_allocate_says_what_d_had() -> None:
+    spans = InMemorySpanExporter()
+    provider = TracerProvider()
+    provider.add_span_processor(SimpleSpanProcessor(spans))
+    async with cluster(provider=provider) as running:
+        for _ in range(2):
+            await answer(running, PROMPT)
+    asked = [s for s in spans.get_finished_spans() if s.name == names.SPAN_ALLOCATE]
+    found = [(s.attributes or {}).get(names.ATTR_CACHED_TOKENS) for s in asked]
+    assert found == [None, 5 * BLOCK]
