@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from pd_grpc.blocks.pool import Holding
 from pd_grpc.decode.actions import TokenOut
+from pd_grpc.decode.carrier import INLINE_CARRIER, Carrier
 from pd_grpc.decode.states import STAGES, DecodeState
 from pd_grpc.engine.stopping import Finish, StopRule
 from pd_grpc.protocol.faults import Fault
@@ -54,7 +55,7 @@ class Transfer:
     `output` are the tokens chosen here or by P, without those the client had already. `kv_tokens`
     is how many leading tokens have their KV in the holding's blocks. `granted_at` is when it got
     them, if it needs any. `computed_from` is when the
-    first chunk of a local prefill entered the engine.
+    first chunk of a local prefill entered the engine. `carrier` is how its KV comes.
     """
 
     key: TransferKey
@@ -69,6 +70,7 @@ class Transfer:
     local: bool = False
     holding: Holding | None = None
     receiving: bool = False
+    carrier: Carrier = INLINE_CARRIER
     first: decode_pb2.FirstToken | None = None
     kv_complete: bool = False
     kv_tokens: int = 0

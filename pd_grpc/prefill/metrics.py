@@ -10,6 +10,7 @@ from pd_grpc.prefill.machine import PrefillMachine
 from pd_grpc.prefill.states import PrefillRecord, PrefillState
 from pd_grpc.protocol.clock import Clock
 from pd_grpc.protocol.faults import Fault, Reason
+from pd_grpc.protocol.messages import transport_label
 from pd_grpc.protocol.refs import TransferKey
 from pd_grpc.telemetry import names
 from pd_grpc.telemetry.instance_metrics import MachineMetrics
@@ -32,7 +33,7 @@ class PrefillMetrics(MachineMetrics[TransferKey]):
         super().__init__(instruments, "prefill", Reason, clock.now)
         self._wasted = instruments.counter(names.METRIC_WASTED_TOKENS)
         self._acked: dict[TransferKey, dict[int, int]] = {}
-        requests = machine.requests
+        requests = self._requests = machine.requests
         self.watch_late_events(lambda: requests.late_events)
         self.watch_pool(machine.pool.counts)
         self.watch_queue(lambda: _waiting_tokens(requests.in_flight))
@@ -42,7 +43,7 @@ class PrefillMetrics(MachineMetrics[TransferKey]):
         left = None if change.before is None else _STAGES[change.before]
         self.moved(change.key, left, change.after.terminal, change.fault)
         if change.after is PrefillState.COMPUTING:
-            self.transfer_begins(change.key)
+            self.transfer_begins(change.key, self._transport(change.key))
         if change.after.terminal:
             self.transfer_ends(change.key, change.fault)
             self._acked.pop(change.key, None)
@@ -55,7 +56,12 @@ class PrefillMetrics(MachineMetrics[TransferKey]):
             of_shards = self._acked.setdefault(event.key, {})
             before = of_shards.get(event.shard, 0)
             of_shards[event.shard] = event.acked_bytes
-            self.verified(max(0, event.acked_bytes - before))
+            news = max(0, event.acked_bytes - before)
+            self.verified(news, self._transport(event.key))
+
+    def _transport(self, key: TransferKey) -> str:
+        record = self._requests.get(key)
+        return transport_label(0 if record is None else record.transport)
 
     def _ended_by(self, fault: Fault, computed: int) -> None:
         if fault.reason is Reason.LEASE_EXPIRED:

@@ -1,212 +1,94 @@
-"""P's half of the inline transport: KV as bytes inside the chunks of a Transfer stream."""
+"""The inline transport: KV as bytes inside the chunks of a Transfer stream. D does the writing."""
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
 
 import grpc.aio
 
 from pd_grpc.engine.base import KvMemory
-from pd_grpc.protocol import rpc
-from pd_grpc.protocol.faults import Code, Fault, TransportFault
-from pd_grpc.transport.base import SendStream, SendTransport, Slab, StreamListener
-from pd_grpc.transport.chunk_codec import (
-    TRANSFER_METHOD,
-    OutgoingChunk,
-    checksum,
-    serialize_request,
+from pd_grpc.protocol.faults import Fault, Reason
+from pd_grpc.transport.base import (
+    ReceiveSide,
+    ReceiveTransport,
+    SendSide,
+    SendStream,
+    Slab,
+    StreamListener,
+    TransportKind,
 )
-from pd_grpc.v1 import transfer_pb2
+from pd_grpc.transport.call import CallStream, CallTransport, TransferCall
+from pd_grpc.transport.chunk_codec import OutgoingChunk, checksum
+from pd_grpc.transport.chunks import chunk_of, corrupt
+from pd_grpc.v1 import layout_pb2, transfer_pb2
 
-LAST_WORD_S = 1.0
-"""How long the status of a call that has ended may still be on its way."""
 
-
-class InlineTransport(SendTransport):
-    """Streams to any endpoint, one connection for each. To be used on one loop."""
+class InlineTransport(CallTransport):
+    """P's half: goes wherever gRPC goes."""
 
     def __init__(self, memory: KvMemory, make_channel: Callable[[str], grpc.aio.Channel]) -> None:
+        super().__init__(make_channel)
         self._memory = memory
-        self._make_channel = make_channel
-        self._channels: dict[str, grpc.aio.Channel] = {}
-        self._closing: set[asyncio.Task[None]] = set()
 
-    def open(
+    def _stream(
         self,
         endpoint: str,
+        call: TransferCall,
         message: transfer_pb2.TransferOpen,
         listener: StreamListener,
-        timeout_s: float,
-        metadata: Sequence[tuple[str, str]],
     ) -> SendStream:
-        """See `SendTransport.open`."""
-        channel = self._channels.get(endpoint)
-        if channel is None:
-            channel = self._channels[endpoint] = self._make_channel(endpoint)
-        # Requests come serialized: grpc would do it after a wait, and then the blocks may be gone.
-        transfer: Any = channel.stream_stream(
-            TRANSFER_METHOD,
-            request_serializer=None,
-            response_deserializer=transfer_pb2.TransferResponse.FromString,
-        )
-        call = transfer(timeout=timeout_s, metadata=tuple(metadata))
         return InlineStream(call, message, listener, self._memory)
 
-    def forget(self, endpoint: str) -> None:
-        """Close the connection, if there is one."""
-        channel = self._channels.pop(endpoint, None)
-        if channel is not None:
-            task = asyncio.create_task(channel.close(None))
-            self._closing.add(task)
-            task.add_done_callback(self._closing.discard)
 
-    async def stop(self) -> None:
-        """Close every connection."""
-        for endpoint in list(self._channels):
-            self.forget(endpoint)
-        await asyncio.gather(*self._closing)
-
-
-class InlineStream(SendStream):
-    """One Transfer call."""
+class InlineStream(CallStream):
+    """One Transfer call. Nothing of ours lands in D's memory after its stream has gone."""
 
     def __init__(
         self,
-        call: grpc.aio.StreamStreamCall[bytes, transfer_pb2.TransferResponse],
+        call: TransferCall,
         message: transfer_pb2.TransferOpen,
         listener: StreamListener,
         memory: KvMemory,
     ) -> None:
-        self._call = call
-        self._listener = listener
+        super().__init__(call, message, listener)
         self._memory = memory
-        self._ended = False
-        self._last_word = _LastWord(call)
-        self._reader = asyncio.create_task(self._converse(message), name="pd-transfer")
 
-    async def write(self, slab: Slab, blocks: Sequence[int]) -> bool:
-        """See `SendStream.write`."""
-        if self._ended:
-            return False
+    def _chunk(self, slab: Slab, blocks: Sequence[int]) -> OutgoingChunk:
         pieces = self._memory.read(blocks, slab.group, slab.layer, slab.layers)
-        header = transfer_pb2.KvChunk(
-            group=slab.group,
-            layer_start=slab.layer,
-            layer_count=slab.layers,
-            block_start=slab.block,
-            block_count=slab.blocks,
-            crc32c=checksum(pieces),
-        )
-        return await self._send(OutgoingChunk(header, pieces))
-
-    async def end(self, chunks: int, payload_bytes: int) -> bool:
-        """See `SendStream.end`."""
-        end = transfer_pb2.TransferEnd(chunks=chunks, bytes=payload_bytes)
-        return await self._send(transfer_pb2.TransferRequest(end=end))
-
-    async def finished(self) -> None:
-        """See `SendStream.finished`."""
-        await asyncio.wait([self._reader])
-
-    async def close(self) -> None:
-        """Cancel the call. Nothing of ours lands in D's memory after its stream has gone."""
-        self._ended = True
-        self._call.cancel()
-        # A call that is cancelled before it has begun leaves whoever writes to it waiting for ever.
-        self._reader.cancel()
-        await asyncio.wait([self._reader])
-
-    async def _send(self, message: transfer_pb2.TransferRequest | OutgoingChunk) -> bool:
-        """Write unless the call has ended; why it has is the reader's to tell."""
-        try:
-            if not self._ended:
-                await self._call.write(serialize_request(message))
-        except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
-            return False
-        except asyncio.CancelledError:
-            # grpc raises it in a write whose call was cancelled, by `close`. Otherwise it is the
-            # task that writes which was cancelled.
-            if not self._ended:
-                raise
-            return False
-        return not self._ended
-
-    async def _converse(self, message: transfer_pb2.TransferOpen) -> None:
-        fault: Fault | TransportFault
-        try:
-            await self._send(transfer_pb2.TransferRequest(open=message))
-            async for response in self._call:
-                if not self._ended:
-                    self._hear(response)
-            fault = TransportFault(Code.UNAVAILABLE, "the stream ended before it was complete")
-        except grpc.aio.AioRpcError as error:
-            fault = await self._last_word.of(error)
-        except asyncio.CancelledError:
-            fault = TransportFault(Code.CANCELLED, "the stream was cancelled")
-        if not self._ended:
-            self._ended = True
-            self._listener.broken(fault)
-
-    def _hear(self, response: transfer_pb2.TransferResponse) -> None:
-        kind = response.WhichOneof("message")
-        if kind == "opened":
-            opened = response.opened
-            self._listener.opened(_slabs(opened.verified), opened.window_bytes)
-        elif kind == "ack":
-            self._listener.acked(_slabs(response.ack.ranges), response.ack.accepted_bytes)
-        elif kind == "completed":
-            self._ended = True
-            self._listener.completed()
+        return OutgoingChunk(chunk_of(slab, checksum(pieces)), pieces)
 
 
-class _LastWord:
-    """The status that the peer ended a call with.
+class InlineReceive(ReceiveTransport):
+    """D's half: one copy, out of the message into the pool, once its checksum is right."""
 
-    Where a write was under way, grpc.aio puts INTERNAL in its place, before it has come or after.
-    It calls back for each status, so the peer's own can be kept.
-    """
+    def __init__(self, memory: KvMemory) -> None:
+        self._memory = memory
 
-    def __init__(self, call: grpc.aio.Call) -> None:
-        self._told = asyncio.Event()
-        self._error: grpc.aio.AioRpcError | None = None
-        call.add_done_callback(self._note)
-
-    async def of(self, error: grpc.aio.AioRpcError) -> Fault | TransportFault:
-        """What ended the call, which raised `error`. When the peer's word does not come the stream
-        is lost, and the peer says it again when it is opened again."""
-        fault = rpc.read_error(error)
-        if isinstance(fault, Fault) or fault.code is not Code.INTERNAL:
-            return fault
-        with contextlib.suppress(asyncio.TimeoutError):
-            await asyncio.wait_for(self._told.wait(), LAST_WORD_S)
-        if self._error is None or self._error.code() is grpc.StatusCode.OK:
-            return TransportFault(Code.UNAVAILABLE, "the stream ended while it was written to")
-        return rpc.read_error(self._error)
-
-    def _note(self, call: grpc.aio.Call) -> None:
-        reading = _status_of(call)
-        try:
-            reading.send(None)
-        except StopIteration as read:
-            error: grpc.aio.AioRpcError = read.value
-            if error.code() is not grpc.StatusCode.INTERNAL or error.trailing_metadata():
-                self._error = error
-                self._told.set()
-        finally:
-            reading.close()
+    def land(
+        self,
+        chunk: transfer_pb2.KvChunk,
+        payload: memoryview,
+        blocks: Sequence[int],
+        fresh: bool,
+        audited: bool,
+    ) -> None:
+        """See `ReceiveTransport.land`."""
+        if chunk.HasField("descriptor"):
+            text = "chunk.descriptor is not supported on a stream whose transport is INLINE"
+            raise Fault(Reason.FEATURE, text, {"feature": "chunk.descriptor"})
+        if checksum([payload]) != chunk.crc32c:
+            raise corrupt(chunk)
+        if fresh:
+            layers = chunk.layer_start, chunk.layer_count
+            self._memory.write(blocks, chunk.group, *layers, payload)
 
 
-async def _status_of(call: grpc.aio.Call) -> grpc.aio.AioRpcError:
-    """The status of a call that has one, for which nothing is waited for."""
-    code, details = await call.code(), await call.details()
-    trailing = await call.trailing_metadata()
-    return grpc.aio.AioRpcError(code, grpc.aio.Metadata(), trailing, details, None)
+def _send(side: SendSide) -> InlineTransport:
+    return InlineTransport(side.memory, side.make_channel)
 
 
-def _slabs(ranges: Iterable[transfer_pb2.KvRange]) -> list[Slab]:
-    return [
-        Slab(r.group, r.layer_start, r.layer_count, r.block_start, r.block_count) for r in ranges
-    ]
+def _receive(side: ReceiveSide) -> InlineReceive:
+    return InlineReceive(side.memory)
+
+
+TRANSPORT = TransportKind("inline", layout_pb2.TRANSPORT_INLINE, False, _send, _receive)

@@ -260,7 +260,7 @@ class Harness:
         assert {s: n for s, n in ledger.counts.items() if n and not s.terminal} == live
         holdings = {id(h) for h in self.pool.holdings()}
         known = {id(t.holding) for t in ledger.transfers.values() if t.holding is not None}
-        quarantined = {id(h) for h, _ in ledger._quarantine.values()}
+        quarantined = {id(h) for h in ledger.quarantine.holdings()}
         assert holdings == known | quarantined
         assert not known & quarantined
 

@@ -92,7 +92,7 @@ class DecodeProcess(ReceivingProcess):
         if self.plan is not None:
             steps.append("step")
         steps += self._posted() + ["goodbye"] * self.drained
-        settled = not (steps or ledger.transfers or ledger._quarantine or self.streams)
+        settled = not (steps or ledger.transfers or len(ledger.quarantine) or self.streams)
         facts = tuple(
             (
                 t.key,
@@ -378,7 +378,7 @@ class DecodeProcess(ReceivingProcess):
         if {s: n for s, n in ledger.counts.items() if n and not s.terminal} != live:
             self._wrong("conservation", f"transfers are counted as {ledger.counts}")
         known = {id(t.holding) for t in ledger.transfers.values() if t.holding is not None}
-        kept = {id(holding) for holding, _ in ledger._quarantine.values()}
+        kept = {id(holding) for holding in ledger.quarantine.holdings()}
         if {id(holding) for holding in self.pool.holdings()} != known | kept:
             self._wrong("conservation", f"nobody has {self.pool.holdings()}")
         writing = {grant: g.blocks for grant, g in self.receiver._grants.items()}
@@ -394,6 +394,7 @@ class DecodeProcess(ReceivingProcess):
             if transfer.kv_complete or transfer.holding is None:
                 return True  # What is verified is never written again.
             return tuple(transfer.holding.blocks[: len(blocks)]) == blocks
-        if grant in ledger._quarantine:
-            return tuple(ledger._quarantine[grant][0].blocks[: len(blocks)]) == blocks
+        kept = ledger.quarantine.holding(grant)
+        if kept is not None:
+            return tuple(kept.blocks[: len(blocks)]) == blocks
         return not self.receiver._grants[grant].missing
