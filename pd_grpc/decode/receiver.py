@@ -80,8 +80,6 @@ class _Grant:
     missing: int
     transport: int = INLINE
     audited: bool = False
-    taken: set[_Ranges] = field(default_factory=set)
-    """The ranges of its chunks."""
     stream: int | None = None
     sent_started: bool = False
     completed: bool = False
@@ -101,6 +99,9 @@ class _Stream:
     wanted: _Wanted | None = None
     transport: int = INLINE
     opened: bool = False
+    taken: set[_Ranges] = field(default_factory=set)
+    """The ranges of its chunks, and below what they cover, in the form of `_Grant.verified`."""
+    covered: list[list[bytearray]] = field(default_factory=list)
     chunks: int = 0
     bytes: int = 0
     bytes_told: int = 0
@@ -141,9 +142,8 @@ class Receiver:
     ) -> list[Action]:
         """Let KV in from `owner`, by `transport` or inline: logical blocks [0, `wanted`) of
         `blocks`, every layer of every group."""
-        groups = self._layout.groups
-        verified = [[bytearray(wanted) for _ in range(group.layers)] for group in groups]
-        missing = wanted * sum(group.layers for group in groups)
+        verified = self._rows(wanted)
+        missing = wanted * sum(group.layers for group in self._layout.groups)
         audited = is_audited(grant_id, self._config.audit_every)
         grant = _Grant(key, owner, tuple(blocks[:wanted]), verified, missing, transport, audited)
         self._grants[grant_id] = grant
@@ -260,6 +260,7 @@ class Receiver:
             actions += self._end(grant.stream, Fault(Reason.SUPERSEDED, text))
         grant.stream = stream
         state.opened = True
+        state.covered = self._rows(len(grant.blocks))
         target = self._transports[state.transport].target([(0, grant.blocks)])
         opened = transfer_pb2.TransferOpened(
             verified=self._verified(grant),
@@ -284,17 +285,17 @@ class Receiver:
         rows = grant.verified[chunk.group][chunk.layer_start :][: chunk.layer_count]
         lacking = sum(row.count(0, first, end) for row in rows)
         ranges = chunk.group, chunk.layer_start, chunk.layer_count, first, chunk.block_count
-        if lacking < chunk.layer_count * chunk.block_count and ranges not in grant.taken:
+        covered = state.covered[chunk.group][chunk.layer_start :][: chunk.layer_count]
+        if ranges not in state.taken and any(row.find(1, first, end) >= 0 for row in covered):
             raise overlaps(chunk)
         # What is verified is never written again: D may be decoding from it.
         self._transports[state.transport].land(
             chunk, payload, grant.blocks[first:end], fresh=lacking > 0, audited=grant.audited
         )
-        if lacking:
-            grant.taken.add(ranges)
-            grant.missing -= lacking
-            for row in rows:
-                row[first:end] = b"\1" * chunk.block_count
+        state.taken.add(ranges)
+        for row in (*covered, *rows):
+            row[first:end] = b"\1" * chunk.block_count
+        grant.missing -= lacking
         state.chunks += 1
         state.bytes += size
         ack = transfer_pb2.TransferAck(accepted_bytes=state.bytes)
@@ -329,6 +330,11 @@ class Receiver:
             grant.completed = True
             actions.append(ev.ReceiveCompleted(state.grant_id))
         return actions
+
+    def _rows(self, blocks: int) -> list[list[bytearray]]:
+        """For each layer of each group a byte for each of so many blocks, 0 for none of it."""
+        groups = self._layout.groups
+        return [[bytearray(blocks) for _ in range(group.layers)] for group in groups]
 
     def _grant_of(self, state: _Stream) -> _Grant:
         grant = self._grants.get(state.grant_id)

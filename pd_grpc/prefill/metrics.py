@@ -15,6 +15,7 @@ from pd_grpc.protocol.refs import TransferKey
 from pd_grpc.telemetry import names
 from pd_grpc.telemetry.instance_metrics import MachineMetrics
 from pd_grpc.telemetry.instruments import Instruments
+from pd_grpc.v1 import layout_pb2
 
 _STAGES: Mapping[PrefillState, str] = {
     PrefillState.QUEUED: "queue",
@@ -23,6 +24,7 @@ _STAGES: Mapping[PrefillState, str] = {
     PrefillState.COMPUTING: "compute",
     PrefillState.SENDING: "send",
 }
+INLINE = layout_pb2.TRANSPORT_INLINE
 _WAITING = (PrefillState.QUEUED, PrefillState.ALLOCATING)
 
 
@@ -43,7 +45,10 @@ class PrefillMetrics(MachineMetrics[TransferKey]):
         left = None if change.before is None else _STAGES[change.before]
         self.moved(change.key, left, change.after.terminal, change.fault)
         if change.after is PrefillState.COMPUTING:
-            self.transfer_begins(change.key, self._transport(change.key))
+            record = self._requests.get(change.key)
+            # Where no KV is needed none is on its way.
+            if record is not None and record.transport:
+                self.transfer_begins(change.key, transport_label(record.transport))
         if change.after.terminal:
             self.transfer_ends(change.key, change.fault)
             self._acked.pop(change.key, None)
@@ -61,7 +66,7 @@ class PrefillMetrics(MachineMetrics[TransferKey]):
 
     def _transport(self, key: TransferKey) -> str:
         record = self._requests.get(key)
-        return transport_label(0 if record is None else record.transport)
+        return transport_label(INLINE if record is None else record.transport)
 
     def _ended_by(self, fault: Fault, computed: int) -> None:
         if fault.reason is Reason.LEASE_EXPIRED:

@@ -60,8 +60,8 @@ class TransferServiceServicer(object):
 
         An accepted chunk renews the grant. An identical range again is acknowledged, not refused; what
         is verified already is not written a second time, and a chunk that brings nothing new renews
-        nothing. BAD_REQUEST, and the transfer fails, for a range that overlaps one sent before, on
-        whichever stream of the grant, without being equal to it.
+        nothing. BAD_REQUEST, and the transfer fails, for a range that overlaps one sent before on the
+        same stream without being equal to it.
 
         Refused at open, which leaves the transfer as it is: INVALID_ARGUMENT with BAD_REQUEST when it
         is malformed; FAILED_PRECONDITION with NO_SESSION when session_id is unknown or long superseded

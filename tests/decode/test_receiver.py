@@ -124,9 +124,9 @@ def test_a_range_again_after_all_is_complete_is_acknowledged() -> None:
     shard.everything(stream)
     shard.end(stream, 2, 8 * LAYER)
     again = shard.stream()
-    shard.chunk(again, (0, 2), (0, 1), group=1)
-    assert shard.responses[again][1].ack.accepted_bytes == 2 * LAYER
-    shard.end(again, 1, 2 * LAYER)
+    shard.chunk(again, (0, 1), (0, 1))
+    assert shard.responses[again][1].ack.accepted_bytes == LAYER
+    shard.end(again, 1, LAYER)
     assert shard.ends[again] is None
     assert shard.events.count(ev.ReceiveCompleted("g")) == 1
 
@@ -141,11 +141,9 @@ def test_a_range_that_overlaps_another_without_being_equal_is_refused_and_writes
     stream = shard.stream()
     shard.chunk(stream, (0, 2), (0, 1))
     shard.chunk(stream, (1, 1), (1, 1))
-    shard.gone(stream)
     before = bytes(shard.buffer)
-    again = shard.stream()
-    shard.chunk(again, blocks, layers)
-    assert shard.fault(again).reason is Reason.BAD_REQUEST
+    shard.chunk(stream, blocks, layers)
+    assert shard.fault(stream).reason is Reason.BAD_REQUEST
     assert "overlaps" in shard.told().message
     assert bytes(shard.buffer) == before
 
@@ -263,10 +261,8 @@ def test_a_newer_stream_takes_over_and_the_older_is_told() -> None:
     shard.chunk(older, (1, 1), (0, 1))
     assert not any(shard.stored(1, 0, 0)), "the older one writes no more"
     shard.gone(older)
-    shard.chunk(newer, (1, 1), (0, 1))
-    shard.chunk(newer, (0, 2), (1, 2))
-    shard.chunk(newer, (0, 2), (0, 1), group=1)
-    shard.end(newer, 3, 7 * LAYER)
+    shard.everything(newer)
+    shard.end(newer, 2, 8 * LAYER)
     assert shard.ends[newer] is None
 
 
