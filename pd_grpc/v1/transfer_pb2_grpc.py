@@ -68,23 +68,24 @@ class TransferServiceServicer(object):
         (the one before the newest is still taken, for a stream may cross with a new session), with
         STALE_EPOCH when the ref means another process of D; PERMISSION_DENIED with NOT_OWNER for the
         grant of another prefill or transfer; UNIMPLEMENTED with FEATURE for another transport than
-        INLINE or a sender that is one of several, unless it is the transport that the grant names;
-        FAILED_PRECONDITION with WRONG_STATE for a chunk or end before opened.
+        INLINE or a sender that is one of several; FAILED_PRECONDITION with WRONG_STATE for a chunk or
+        end before opened.
 
         While it runs, and then the transfer fails with it: DATA_LOSS with KV_CORRUPT for a wrong
         checksum; INVALID_ARGUMENT with BAD_REQUEST for a range out of bounds, a payload of another
         size than its range, more bytes than the window, an end whose sums are wrong or that comes
-        before every wanted range has; UNIMPLEMENTED with FEATURE for a descriptor in place of bytes,
-        on a stream whose transport is INLINE; FAILED_PRECONDITION with WRONG_STATE for a second open.
-        The client hears BAD_REQUEST as INTERNAL, for it is P's.
+        before every wanted range has; UNIMPLEMENTED with FEATURE for a descriptor in place of bytes;
+        FAILED_PRECONDITION with WRONG_STATE for a second open. The client hears BAD_REQUEST as
+        INTERNAL, for it is P's.
 
-        One-sided transports. With a transport other than INLINE P writes into D's memory itself, where
-        opened.target says, and only there, and then sends the chunk that names the range: with a
-        descriptor and without a payload, whose size by its ranges counts in windows and sums. P sends
-        such a chunk after the bytes are in place, and D's ack of it means that the range is counted as
-        written. BAD_REQUEST for a payload, for no descriptor, and for one that is not the grant's. A
-        stream of the same grant may always use INLINE instead. Blocks that P may still be writing to
-        are not granted again: see ReleaseRequest.writes_stopped.
+        One-sided transports. A grant that names another transport than INLINE takes streams by that
+        one too, and no other. With it P writes into D's memory itself, where opened.target says, and
+        only there, and then sends the chunk that names the range: with a descriptor and without a
+        payload, whose size by its ranges counts in windows and sums. P sends such a chunk after the
+        bytes are in place, and D's ack of it means that the range is counted as written. BAD_REQUEST
+        for a payload, for no descriptor, and for one that is not the grant's. A stream of the same
+        grant may always use INLINE instead. Blocks that P may still be writing to are not granted
+        again: see ReleaseRequest.writes_stopped.
 
         ABORTED with SUPERSEDED ends a stream whose grant a newer stream has taken over, and it alone.
         A grant that ends closes its stream with the transfer's own end, such as RELEASED, CLIENT_GONE,
