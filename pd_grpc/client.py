@@ -243,8 +243,8 @@ class Client:
         tracer_provider: TracerProvider | None = None,
         meter_provider: MeterProvider | None = None,
     ) -> None:
-        """`endpoint` is host:port; RequestError if it is not. Spans and durations of its calls go
-        to the process's own providers unless there are others."""
+        """`endpoint` is host:port; RequestError if it is not. Spans and durations of its requests
+        go to the process's own providers unless there are others."""
         self._channel = rpc.sync_channel(checked_endpoint(endpoint), Timeouts(), Sizes())
         self._record = _Record(endpoint, tracer_provider, meter_provider)
         self._stub = inference_pb2_grpc.InferenceServiceStub(self._channel)
@@ -308,8 +308,8 @@ class AsyncClient:
         tracer_provider: TracerProvider | None = None,
         meter_provider: MeterProvider | None = None,
     ) -> None:
-        """`endpoint` is host:port; RequestError if it is not. Spans and durations of its calls go
-        to the process's own providers unless there are others."""
+        """`endpoint` is host:port; RequestError if it is not. Spans and durations of its requests
+        go to the process's own providers unless there are others."""
         self._channel = rpc.aio_channel(checked_endpoint(endpoint), Timeouts(), Sizes())
         self._record = _Record(endpoint, tracer_provider, meter_provider)
         self._stub = inference_pb2_grpc.InferenceServiceStub(self._channel)
@@ -369,7 +369,7 @@ class _Record:
         tracers = tracers or (own if isinstance(own, TracerProvider) else None)
         self._endpoint = endpoint
         self._tracing = Tracing(SystemClock(), "", "client", tracers)
-        self._calls = Calls(self._tracing, Instruments("", meters, in_batches=False), rpc.reason_in)
+        self._calls = Calls(self._tracing, Instruments("", meters), rpc.reason_in)
 
     def begin(self) -> tuple[Call, list[tuple[str, Any]], str]:
         """A request begins: its record, the metadata that carries the current trace or a new one,

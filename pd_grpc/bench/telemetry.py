@@ -61,8 +61,9 @@ _LIMIT_S = 120.0
 @dataclass(frozen=True)
 class Workload:
     """What is asked for. Each round has one leg of `requests` per cluster, one after another; each
-    round `together` has a quarter of them for each, at the same time. `time_scale` is that of sim's
-    step times."""
+    round `together` has half of them for each, at the same time and as many under way: batches are
+    the smaller, and steps the more, the fewer there are. `time_scale` is that of sim's step
+    times."""
 
     description: str
     prompt: int
@@ -184,8 +185,8 @@ READING: Mapping[str, str] = {
     "machine bounds the throughput",
     "spans_lost": "of requests in `on` that were answered: spans that the collector did not get",
     "span_costs_us": "CPU of one span of a stage with four attributes and its end, in a thread "
-    "of its own: without a provider, not sampled, recorded, recorded and kept, recorded and "
-    "encoded",
+    "of its own: without a provider, not sampled, recorded as OpenTelemetry's SDK does it and as "
+    "the servers do, recorded and kept, recorded and encoded",
 }
 """What the figures mean; part of the report."""
 
@@ -209,7 +210,7 @@ async def _legs(
             rounds.append(legs)
         for number in range(workload.together):
             tell(f"{name}: round {number + 1} of {workload.together}, all together")
-            load = _load(workload, number, 4)
+            load = _load(workload, number, 2)
             await systems.prepare(f"{name}-together-{number}", load)
             together.append(await systems.run_together(load))
     return rounds, together
@@ -220,7 +221,7 @@ def _load(workload: Workload, number: int, part: int) -> Load:
     lengths = spread_lengths(
         workload.requests // part, workload.prompt, workload.output, seed=number
     )
-    return Load(lengths, workload.at_once // part, _LIMIT_S)
+    return Load(lengths, workload.at_once, _LIMIT_S)
 
 
 def order(names: Sequence[str], number: int) -> list[str]:

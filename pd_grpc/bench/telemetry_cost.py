@@ -16,6 +16,7 @@ from opentelemetry.util.types import AttributeValue
 
 from pd_grpc.protocol.clock import SystemClock
 from pd_grpc.telemetry import names
+from pd_grpc.telemetry.quick_spans import QuickProvider
 from pd_grpc.telemetry.span_encoding import SpanEncoder
 from pd_grpc.telemetry.tracing import Tracing
 
@@ -48,6 +49,9 @@ def span_costs(spans: int = 2000) -> dict[str, float]:
     ways: dict[str, Callable[[], Tracing]] = {
         "off": lambda: Tracing(clock, "p0", "prefill"),
         "sampled_out": lambda: Tracing(clock, "p0", "prefill", _provider(ParentBased(ALWAYS_OFF))),
+        "recorded_by_sdk": lambda: Tracing(
+            clock, "p0", "prefill", TracerProvider(ParentBased(ALWAYS_ON), shutdown_on_exit=False)
+        ),
         "recorded": lambda: Tracing(clock, "p0", "prefill", _provider(ParentBased(ALWAYS_ON))),
         "kept": lambda: Tracing(clock, "p0", "prefill", None, 256),
         "encoded": lambda: Tracing(
@@ -58,7 +62,7 @@ def span_costs(spans: int = 2000) -> dict[str, float]:
 
 
 def _provider(sampler: ParentBased, exporter: SpanExporter | None = None) -> TracerProvider:
-    provider = TracerProvider(sampler, shutdown_on_exit=False)
+    provider = QuickProvider(shutdown_on_exit=False, sampler=sampler)
     if exporter is not None:
         provider.add_span_processor(SimpleSpanProcessor(exporter))
     return provider

@@ -159,8 +159,8 @@ async def running_systems(
     """Start a cluster of one router, P and D for each variant, with `settings` for each P and D, a
     client for each, and a collector; stop them at the end.
 
-    A client knows the answers of an engine of `client_settings`, or of the clusters' own. WorkerLost
-    when the first answers are wrong already.
+    A client knows the answers of an engine of `client_settings`, or of the clusters' own.
+    WorkerLost when the first answers are wrong already.
     """
     async with contextlib.AsyncExitStack() as stack:
 

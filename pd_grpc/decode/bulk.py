@@ -24,12 +24,12 @@ from pd_grpc.decode.transfer_outbox import TransferOutbox
 from pd_grpc.protocol import rpc
 from pd_grpc.protocol.clock import Clock
 from pd_grpc.protocol.config import DecodeConfig
-from pd_grpc.protocol.faults import Fault, Reason, bad_request
+from pd_grpc.protocol.faults import Fault, bad_request
 from pd_grpc.protocol.interception import Wire
 from pd_grpc.protocol.posting import post
 from pd_grpc.protocol.sampling import FieldError
 from pd_grpc.protocol.serving import HandlerRegistry
-from pd_grpc.telemetry.instance_log import InstanceLog
+from pd_grpc.protocol.unforeseen import defect
 from pd_grpc.telemetry.log_events import Event
 from pd_grpc.transport.base import ReceiveTransport
 from pd_grpc.transport.chunk_codec import SERVICE, IncomingRequest, parse_request
@@ -61,10 +61,10 @@ class BulkServer:
         self._numbers = count(1)
         self._wake: asyncio.TimerHandle | None = None
         self._server: grpc.aio.Server | None = None
-        self._handlers = HandlerRegistry()
-        self._interceptors = (wire or Wire()).around(self._handlers)
+        self._wire = wire or Wire()
+        self._handlers = HandlerRegistry(self._wire)
+        self._interceptors = self._wire.around(self._handlers)
         self.port = 0
-        self.log = InstanceLog("decode", config.name)
 
     @property
     def endpoint(self) -> str:
@@ -124,8 +124,8 @@ class BulkServer:
     def _reading_ended(self, stream: int, outbox: TransferOutbox, done: asyncio.Task[None]) -> None:
         error = None if done.cancelled() else done.exception()
         if error is not None:
-            self.log.note(Event.DEFECT, "taking KV in failed", error=error)
-            fault = Fault(Reason.ENGINE_ERROR, f"taking KV in failed: {error}")
+            self._wire.log.note(Event.DEFECT, "taking KV in failed", error=error)
+            fault = defect(error, "taking KV in failed")
             self._perform(self._receiver.unreadable(stream, fault))
         outbox.end(None)
 

@@ -8,16 +8,17 @@ from pd_grpc.decode import events as ev
 from pd_grpc.decode.actions import Changed
 from pd_grpc.decode.carrier import INLINE_CARRIER
 from pd_grpc.decode.machine import DecodeMachine
-from pd_grpc.decode.states import STAGES, DecodeState
+from pd_grpc.decode.states import STAGES, TRANSITIONS, DecodeState
 from pd_grpc.decode.transfer import Transfer
 from pd_grpc.protocol.clock import Clock
 from pd_grpc.protocol.faults import Reason
 from pd_grpc.protocol.messages import transport_label
 from pd_grpc.protocol.refs import TransferKey
-from pd_grpc.telemetry.instance_metrics import MachineMetrics
+from pd_grpc.telemetry.instance_metrics import MachineMetrics, stages_ahead
 from pd_grpc.telemetry.instruments import Instruments
 
 INLINE = transport_label(INLINE_CARRIER.transport)
+_AHEAD = stages_ahead(STAGES, TRANSITIONS)
 
 
 class DecodeMetrics(MachineMetrics[TransferKey]):
@@ -33,7 +34,7 @@ class DecodeMetrics(MachineMetrics[TransferKey]):
     def changed(self, change: Changed) -> None:
         """A transfer has entered another state."""
         left = None if change.before is None else STAGES[change.before]
-        self.moved(change.key, left, change.after.terminal, change.fault)
+        self.moved(change.key, left, _AHEAD[change.after], change.fault)
         if change.after is DecodeState.RECEIVING:
             transfer = self._ledger.of_key(change.key)
             self.transfer_begins(change.key, INLINE if transfer is None else _label(transfer))

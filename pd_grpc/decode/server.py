@@ -152,8 +152,7 @@ async def start_decode(
         await asyncio.to_thread(bulk.stop)
         raise
     instance = types_pb2.Instance(name=control.name, epoch=epoch, role=types_pb2.ROLE_DECODE)
-    # It has its name from the port, at the latest.
-    log = bulk.log = InstanceLog("decode", instance.name)
+    log = InstanceLog("decode", instance.name)
     life = LifeLog(log)
     control.on_readiness = life.readiness
     for kind, why in unusable:
@@ -165,7 +164,7 @@ async def start_decode(
     machine = _machine(config, engine, instance, bulk, carriers)
     tracing = Tracing(clock, instance.name, "decode", tracer_provider, config.traces_kept)
     instruments = Instruments(instance.name, meter_provider)
-    wire.connect(tracing, instruments)
+    wire.connect(log, tracing, instruments)
     changes = ChangeFeed()
     runtime = DecodeRuntime(machine, engine, clock, DecodeSpans(tracing), control.set_ready, log)
     runtime.connect(bulk)

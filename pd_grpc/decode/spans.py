@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from opentelemetry.context import Context
-from opentelemetry.trace import Span, SpanContext
+from opentelemetry.trace import Span
 from opentelemetry.util.types import AttributeValue
 
 from pd_grpc.decode.actions import Changed, StepPlan
@@ -14,6 +14,7 @@ from pd_grpc.decode.states import DecodeState
 from pd_grpc.protocol.faults import Fault
 from pd_grpc.protocol.refs import TransferKey
 from pd_grpc.telemetry import names
+from pd_grpc.telemetry.steps import StepSpans
 from pd_grpc.telemetry.tracing import Tracing
 
 _NEXT_SPAN = {
@@ -33,8 +34,9 @@ class _Request:
     """Tokens shown to it so far."""
     computing: bool = False
     """Whether its own prefill has begun."""
+    decoding: bool = False
+    """Whether it has begun to."""
     span: Span | None = None
-    decode: SpanContext | None = None
     step_wait: Span | None = None
 
 
@@ -50,7 +52,7 @@ class DecodeSpans:
         self._tracing = tracing
         self._requests: dict[TransferKey, _Request] = {}
         self._calls: dict[int, _Request] = {}
-        self._step: Span | None = None
+        self._steps = StepSpans(tracing)
 
     def __len__(self) -> int:
         """Transfers of which something is kept."""
@@ -124,7 +126,7 @@ class DecodeSpans:
             parent = request.client if decoding else request.prefill
             request.span = self._start(name, change.key, parent, at)
             if decoding:
-                request.decode = request.span.get_span_context()
+                request.decoding = True
                 waits = self._tracing.context(request.span)
                 request.step_wait = self._start(names.SPAN_STEP_WAIT, change.key, waits, at)
 
@@ -137,7 +139,7 @@ class DecodeSpans:
     def refused(self, key: TransferKey, fault: Fault, at: float) -> None:
         """An Allocate ended without a grant."""
         request = self._requests.get(key)
-        if request is None or request.decode is not None:
+        if request is None or request.decoding:
             return
         self._end(request, at, fault)
         if request.client is None:
@@ -150,25 +152,22 @@ class DecodeSpans:
         decoding: Sequence[TransferKey],
         at: float,
     ) -> None:
-        """A batch entered the engine, linked to the requests it serves."""
+        """A batch entered the engine; all that it serves are named."""
         for key in prefilling:
             self._computes(key, at)
         for key in decoding:
             self._served(key, at)
-        keys = (*prefilling, *decoding)
-        known = [self._requests[key] for key in keys if key in self._requests]
-        links = [r.decode for r in known if r.decode is not None and r.decode.is_valid]
-        attributes: Mapping[str, AttributeValue] = {
-            names.ATTR_BATCH: len(plan.decode),
-            names.ATTR_TOKENS: sum(len(c.token_ids) for c in plan.prefill) + len(plan.decode),
-        }
-        self._step = self._tracing.start(names.SPAN_STEP, at=at, attributes=attributes, links=links)
+        known = map(self._requests.get, (*prefilling, *decoding))
+        self._steps.began(
+            [request.span for request in known if request is not None],
+            batch=len(plan.prefill) + len(plan.decode),
+            tokens=sum(len(c.token_ids) for c in plan.prefill) + len(plan.decode),
+            at=at,
+        )
 
     def step_ended(self, at: float, fault: Fault | None) -> None:
         """It came back."""
-        if self._step is not None:
-            self._tracing.end(self._step, at=at, error=_error(fault))
-            self._step = None
+        self._steps.ended(at, _error(fault))
 
     def _computes(self, key: TransferKey, at: float) -> None:
         """It is in a batch: its own prefill begins with the first."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
@@ -12,6 +13,8 @@ from pd_grpc.telemetry.instance_log import InstanceLog
 from pd_grpc.telemetry.log_events import Event
 
 T = TypeVar("T")
+
+_NUMBER = re.compile(r"\d+")
 
 
 class EngineThread:
@@ -30,7 +33,9 @@ class EngineThread:
         except EngineFault:
             raise
         except Exception as error:
-            self._log.note(Event.ENGINE_RAISED, "the engine raised", error=error)
+            # What an engine says tells why it cannot go on. Its numbers may be of a prompt.
+            words = _NUMBER.sub("#", str(error))
+            self._log.note(Event.ENGINE_RAISED, "the engine raised: %s", words, error=error)
             raise EngineFault(f"{type(error).__name__} in the engine") from error
 
     async def stop(self) -> None:

@@ -21,6 +21,7 @@ from pd_grpc.protocol.layout import KvLayout
 from pd_grpc.protocol.messages import plain_transport
 from pd_grpc.protocol.posting import post
 from pd_grpc.protocol.refs import TransferKey
+from pd_grpc.protocol.unforeseen import defect
 from pd_grpc.telemetry.instance_log import InstanceLog
 from pd_grpc.telemetry.log_events import Event
 from pd_grpc.transport.base import SendStream, SendTransport, Slab
@@ -318,7 +319,7 @@ class _Transfer:
                 transfer_id=transfer_id,
                 attempt=attempt,
             )
-            self._abandon(Fault(Reason.ENGINE_ERROR, f"KV could not be sent: {error}"))
+            self._abandon(defect(error, "KV could not be sent"))
 
     def _abandon(self, fault: Fault | TransportFault) -> None:
         """End the stream from here."""

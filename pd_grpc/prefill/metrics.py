@@ -7,13 +7,13 @@ from collections.abc import Mapping
 from pd_grpc.prefill import events as ev
 from pd_grpc.prefill.actions import Changed
 from pd_grpc.prefill.machine import PrefillMachine
-from pd_grpc.prefill.states import PrefillRecord, PrefillState
+from pd_grpc.prefill.states import TRANSITIONS, PrefillRecord, PrefillState
 from pd_grpc.protocol.clock import Clock
 from pd_grpc.protocol.faults import Fault, Reason
 from pd_grpc.protocol.messages import transport_label
 from pd_grpc.protocol.refs import TransferKey
 from pd_grpc.telemetry import names
-from pd_grpc.telemetry.instance_metrics import MachineMetrics
+from pd_grpc.telemetry.instance_metrics import MachineMetrics, stages_ahead
 from pd_grpc.telemetry.instruments import Instruments
 from pd_grpc.v1 import layout_pb2
 
@@ -25,6 +25,7 @@ _STAGES: Mapping[PrefillState, str] = {
     PrefillState.SENDING: "send",
 }
 INLINE = layout_pb2.TRANSPORT_INLINE
+_AHEAD = stages_ahead(_STAGES, TRANSITIONS)
 _WAITING = (PrefillState.QUEUED, PrefillState.ALLOCATING)
 
 
@@ -43,7 +44,7 @@ class PrefillMetrics(MachineMetrics[TransferKey]):
     def changed(self, change: Changed) -> None:
         """A request has entered another state."""
         left = None if change.before is None else _STAGES[change.before]
-        self.moved(change.key, left, change.after.terminal, change.fault)
+        self.moved(change.key, left, _AHEAD[change.after], change.fault)
         if change.after is PrefillState.COMPUTING:
             record = self._requests.get(change.key)
             # Where no KV is needed none is on its way.

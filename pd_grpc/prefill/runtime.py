@@ -22,7 +22,7 @@ from pd_grpc.protocol.clock import Clock
 from pd_grpc.protocol.config import PrefillConfig
 from pd_grpc.protocol.driver import Driver
 from pd_grpc.protocol.failures import FailureLog
-from pd_grpc.protocol.faults import Fault
+from pd_grpc.protocol.faults import Fault, Reason
 from pd_grpc.protocol.messages import INLINE
 from pd_grpc.protocol.refs import key_of
 from pd_grpc.telemetry.instance_log import InstanceLog
@@ -182,7 +182,7 @@ class PrefillRuntime:
             elif isinstance(action, act.OpenTransfer | act.CloseTransfer):
                 self._to_bulk(action, now)
             elif isinstance(action, act.RunStep):
-                self._step = self._loop.create_task(self._run_step(action))
+                self._step = self._loop.create_task(self._run_step(action, now))
             elif isinstance(action, act.Changed):
                 self._note(action, now)
             else:
@@ -309,14 +309,17 @@ class PrefillRuntime:
 
     # --- the engine ----------------------------------------------------------------------------
 
-    async def _run_step(self, run: act.RunStep) -> None:
+    async def _run_step(self, run: act.RunStep, now: float) -> None:
+        self._spans.step_began(run, now)
         event: ev.Event
+        fault: Fault | None = None
         try:
             results = await self._engine_thread.run(lambda: self._compute(run))
             event = ev.StepDone(run.step, results)
         except EngineFault as error:
+            fault = Fault(Reason.ENGINE_ERROR, str(error))
             event = ev.StepFailed(run.step, str(error))
-        self._spans.computed(run, self._clock.now())
+        self._spans.step_ended(run, self._clock.now(), fault)
         self._step = None
         self.feed(event)
 

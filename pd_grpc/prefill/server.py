@@ -146,7 +146,7 @@ async def start_prefill(
     instance = types_pb2.Instance(
         name=control.name, epoch=mint_epoch(clock), role=types_pb2.ROLE_PREFILL
     )
-    log = wire.log = InstanceLog("prefill", instance.name)
+    log = InstanceLog("prefill", instance.name)
     life = LifeLog(log)
     control.on_readiness = life.readiness
     pool = BlockPool(engine.memory.num_blocks)
@@ -173,7 +173,7 @@ async def start_prefill(
     )
     tracing = Tracing(clock, instance.name, "prefill", tracer_provider, config.traces_kept)
     instruments = Instruments(instance.name, meter_provider)
-    wire.connect(tracing, instruments)
+    wire.connect(log, tracing, instruments)
     runtime = PrefillRuntime(
         machine, engine, config, clock, PrefillSpans(tracing), control.set_ready, log, peers
     )

@@ -17,6 +17,7 @@ from pd_grpc.protocol.faults import Fault, TransportFault
 from pd_grpc.protocol.messages import transport_label
 from pd_grpc.protocol.refs import TransferKey, key_of
 from pd_grpc.telemetry import names
+from pd_grpc.telemetry.steps import StepSpans
 from pd_grpc.telemetry.tracing import Tracing, inject
 from pd_grpc.v1 import prefill_pb2
 
@@ -51,13 +52,15 @@ class _Trace:
 
 class PrefillSpans:
     """`pd.prefill_request` of each request, and under it `pd.queue`, `pd.prepare` with one
-    `pd.allocate` per call, `pd.compute`, `pd.send` and `pd.first_token`."""
+    `pd.allocate` per call, `pd.compute`, `pd.send` and `pd.first_token`; and `pd.step` of each
+    batch."""
 
     def __init__(self, tracing: Tracing) -> None:
         self._tracing = tracing
         self._calls: dict[int, tuple[prefill_pb2.PrefillRequest, Context]] = {}
         self._traces: dict[TransferKey, _Trace] = {}
         self._ended: OrderedDict[TransferKey, Metadata] = OrderedDict()
+        self._steps = StepSpans(tracing)
 
     def called(self, event: ev.PrefillCalled, context: Context) -> None:
         """A call has come, with its caller's trace."""
@@ -118,8 +121,19 @@ class PrefillSpans:
         if trace is not None:
             self._end(trace.allocate, at, event.fault)
 
-    def computed(self, run: act.RunStep, at: float) -> None:
-        """A step of the engine is over."""
+    def step_began(self, run: act.RunStep, at: float) -> None:
+        """A batch enters the engine."""
+        traces = map(self._traces.get, run.keys)
+        self._steps.began(
+            [trace.stage for trace in traces if trace is not None],
+            batch=len(run.keys),
+            tokens=sum(len(chunk.token_ids) for chunk in run.chunks),
+            at=at,
+        )
+
+    def step_ended(self, run: act.RunStep, at: float, fault: Fault | None) -> None:
+        """It came back."""
+        self._steps.ended(at, None if fault is None else _error(fault))
         for key, chunk in zip(run.keys, run.chunks, strict=True):
             trace = self._traces.get(key)
             if trace is not None and trace.stage is not None:

@@ -298,7 +298,7 @@ def _unknown(transfer_id: str, attempt: int) -> Fault:
 
 
 def _unknown_trace(wanted: str, kept: int) -> Fault:
-    text = f"no trace of {wanted} is among the last {kept}, or it was not sampled"
+    text = f"no trace of {wanted} is among the last {kept}; it runs still, or was not sampled"
     if not kept:
         text = f"no trace is kept here, of {wanted} or any other: {TRACES_KEPT} is 0"
     return Fault(Reason.UNKNOWN_TRANSFER, text, {TRACES_KEPT: str(kept)})

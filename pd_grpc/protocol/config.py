@@ -187,8 +187,8 @@ class TelemetryConfig(_Section):
     traces_kept: int = Field(
         256,
         ge=0,
-        description="last traces kept in memory, for `pd-grpc trace`, about 10 KiB each; 0 keeps"
-        " none",
+        description="last traces kept in memory, for `pd-grpc trace`: some 10 KiB each, more for"
+        " long prompts; 0 keeps none",
     )
     log_format: Literal["human", "json"] = Field("human", description="how log lines look")
     log_level: Literal["debug", "info", "warning", "error"] = Field(

@@ -58,12 +58,14 @@ class Wire:
     def __init__(self, interceptors: Interceptors = NONE) -> None:
         self._interceptors = interceptors
         self.log = InstanceLog("protocol", "")
-        """That of the instance, once it has one."""
+        """That of the instance, once it has its name."""
         self._served = ServedCalls()
         self._calls: Calls | None = None
 
-    def connect(self, tracing: Tracing, instruments: Instruments) -> None:
-        """Record from now on. Before, no call is answered and none is made."""
+    def connect(self, log: InstanceLog, tracing: Tracing, instruments: Instruments) -> None:
+        """Record from now on. An instance may have its name from its port, and answers and makes no
+        call before."""
+        self.log = log
         self._calls = Calls(tracing, instruments, rpc.reason_in)
         self._served.connect(self._calls)
 
@@ -111,6 +113,6 @@ class Guard:
             self.fault = rpc.read_error(error)
         else:
             self._log.note(Event.DEFECT, "a call could not be made", error=error)
-            text = f"the call could not be made: {error!r}"
+            text = f"the call could not be made: {type(error).__name__}"
             self.fault = TransportFault(Code.INTERNAL, text)
         return True

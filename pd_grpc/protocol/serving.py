@@ -20,6 +20,8 @@ from pd_grpc.protocol.config import ServerConfig
 from pd_grpc.protocol.faults import Fault, Reason
 from pd_grpc.protocol.interception import ServerInterceptor, Wire
 from pd_grpc.protocol.life_log import STOPPING
+from pd_grpc.protocol.unforeseen import Unforeseen
+from pd_grpc.telemetry.rpc_server import shape_of
 
 _CHANNELZ = channelz_pb2.DESCRIPTOR.services_by_name["Channelz"].full_name
 
@@ -49,8 +51,9 @@ class HandlerRegistry(ServerInterceptor):
     garbage collector when the call is cancelled.
     """
 
-    def __init__(self, endless: frozenset[str] = ENDLESS_METHODS) -> None:
-        self._endless = endless
+    def __init__(self, wire: Wire | None = None) -> None:
+        self._wire = wire or Wire()
+        self._endless = ENDLESS_METHODS
         self._running: dict[asyncio.Task[Any], str] = {}
         self._ending = False
 
@@ -83,7 +86,7 @@ class HandlerRegistry(ServerInterceptor):
         handler = await continuation(handler_call_details)
         if handler is None:
             return None  # an unknown method: grpc answers UNIMPLEMENTED
-        shape = _shape(handler)
+        shape = shape_of(handler)
         behaviour = getattr(handler, shape)
         if not (iscoroutinefunction(behaviour) or isasyncgenfunction(behaviour)):
             return handler  # what a servicer leaves out: the generated code answers UNIMPLEMENTED
@@ -106,7 +109,8 @@ class HandlerRegistry(ServerInterceptor):
             self._running[task] = method
             task.add_done_callback(self._running.pop)
             try:
-                return await run(request, context)
+                async with Unforeseen(self._wire.log, method, context):
+                    return await run(request, context)
             except asyncio.CancelledError:
                 if not endless or not self._ending or context.cancelled():
                     raise
@@ -116,13 +120,6 @@ class HandlerRegistry(ServerInterceptor):
 
 
 _STOPPING = Fault(Reason.DRAINING, "the server is stopping")
-
-
-def _shape(handler: Any) -> str:
-    """The attribute of a method handler that holds its behaviour."""
-    request = "stream" if handler.request_streaming else "unary"
-    response = "stream" if handler.response_streaming else "unary"
-    return f"{request}_{response}"
 
 
 def _as_coroutine(
@@ -162,7 +159,7 @@ class ControlServer:
         self._stopping = False
         self._publisher: asyncio.Task[None] | None = None
         self._health = health.aio.HealthServicer()  # type: ignore[attr-defined]
-        self.handlers = HandlerRegistry()
+        self.handlers = HandlerRegistry(wire)
         self.server = grpc.aio.server(
             interceptors=(wire or Wire()).around(self.handlers), options=rpc.server_options(config)
         )

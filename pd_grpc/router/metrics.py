@@ -28,7 +28,7 @@ class RouterMetrics(InstanceMetrics):
         self._decisions.add(1, {names.ATTR_METRIC_DECISION: how, names.ATTR_METRIC_WHY: why})
 
     def routed(self, seconds: float, fault: Fault | None) -> None:
-        """A request has been read and paired, or could not be."""
+        """A request has come to P, or could not be brought there."""
         self.stage("route", seconds, fault)
 
     def ended(

@@ -75,7 +75,7 @@ class RoutedCall:
         self._fault: Fault | None = None
         self._state = types_pb2.TRANSFER_STATE_ROUTED
         self._since = times.accepted
-        self._routed: Callable[[float], None] = lambda at: None
+        self._on_routed: Callable[[float], None] = lambda at: None
 
     @property
     def key(self) -> TransferKey:
@@ -90,10 +90,10 @@ class RoutedCall:
     # --- for the handler --------------------------------------------------------------------------
 
     def start(self, routed: Callable[[float], None]) -> None:
-        """Open both legs; `routed` is told when an instance has taken the request over: when P says
-        its first word, or when the legs are open if there is no P or it says none."""
+        """Open both legs; `routed` is told once, and when it was, that the request has come to P.
+        Where there is no P, or it never says a word, that is when the legs were open."""
         self._routing.in_flight.add(self)
-        self._routed = routed
+        self._on_routed = routed
         self.spawn(self._start())
 
     async def next_message(self) -> inference_pb2.GenerateResponse | None:
@@ -121,6 +121,7 @@ class RoutedCall:
     async def close(self) -> None:
         """End whatever is still open; returns when no task of the request is left."""
         self._perform(self._machine.on_client_gone(self._now()))
+        self._span.set_attributes({**self._pair(), names.ATTR_OUTPUT_TOKENS: self._times.tokens})
         if self._timer is not None:
             self._timer.cancel()
         try:
@@ -132,7 +133,7 @@ class RoutedCall:
     async def _let_go(self) -> None:
         self._legs.close()
         if self._times.opened is not None:
-            self._routed(self._times.opened)
+            self._is_routed(self._times.opened)
         if self._state in (types_pb2.TRANSFER_STATE_ROUTED, types_pb2.TRANSFER_STATE_STREAMING):
             self._state_is(types_pb2.TRANSFER_STATE_CANCELLED)
         self._routing.in_flight.remove(self)
@@ -180,7 +181,12 @@ class RoutedCall:
         self._perform(self._machine.start(self._now()))
         self._times.opened = self._now()
         if self._machine.pairing.prefill is None:
-            self._routed(self._times.opened)
+            self._is_routed(self._times.opened)
+
+    def _is_routed(self, at: float) -> None:
+        if self._times.routed is None:
+            self._times.routed = at
+            self._on_routed(at)
 
     def _perform(self, actions: list[Action]) -> None:
         for action in actions:
@@ -223,11 +229,19 @@ class RoutedCall:
             names.ATTR_ATTEMPT: begin.attempt,
             names.ATTR_RECOVERY: begin.kind.value,
             names.ATTR_ERROR_TYPE: begin.fault.reason.value,
+            names.ATTR_PEER: begin.fault.metadata.get(INSTANCE, ""),
         }
+        self._span.set_attributes(self._pair())
         self._tracing.event(self._span, names.EVENT_RECOVERY, attributes=told)
         text = f"{begin.kind.value} elsewhere: {begin.fault.message}"
         self._note(Event.REQUEST_ELSEWHERE, text, begin.fault)
         self._routing.in_flight.changed(self)
+
+    def _pair(self) -> dict[str, str]:
+        """Whom the current attempt is with."""
+        prefill, decode = self._machine.pairing.prefill, self._machine.decode
+        told = {names.ATTR_DECODE: decode.name}
+        return told if prefill is None else {names.ATTR_PREFILL: prefill.name, **told}
 
     def _seek(self, blame: Blame) -> None:
         machine, now = self._machine, self._now()
@@ -307,7 +321,7 @@ class RoutedCall:
     def queued(self) -> None:
         """See `legs.Call`."""
         if self._machine.attempt == FIRST_ATTEMPT:
-            self._routed(self._now())
+            self._is_routed(self._times.answered(self._now()))
 
     def handed_off(self, timings: types_pb2.Timings) -> None:
         """See `legs.Call`."""

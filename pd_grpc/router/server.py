@@ -64,7 +64,7 @@ class RouterServer:
             clock, self.instance.name, "router", tracer_provider, config.traces_kept
         )
         instruments = Instruments(self.instance.name, meter_provider)
-        wire.connect(self._tracing, instruments)
+        wire.connect(log, self._tracing, instruments)
         self.discovery = Discovery(config, self._update_readiness, log, wire)
         self.routing = Routing(
             self.instance.name,

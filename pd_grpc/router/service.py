@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Coroutine
+from dataclasses import replace
 from typing import Any, TypeAlias
 
 import grpc.aio
@@ -25,10 +26,19 @@ from pd_grpc.router.routing import Routing
 from pd_grpc.router.runtime import RoutedCall
 from pd_grpc.router.timing import AnswerTimes
 from pd_grpc.telemetry import names
-from pd_grpc.telemetry.tracing import Tracing, current_context
+from pd_grpc.telemetry.tracing import (
+    Tracing,
+    answer_metadata,
+    current_context,
+    trace_id,
+    within_trace,
+)
 from pd_grpc.v1 import inference_pb2, inference_pb2_grpc, types_pb2
 
 ServicerContext: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
+TRACE_ID = "trace_id"
+"""In the metadata of every fault that a client is told."""
+
 Write = Callable[[inference_pb2.GenerateResponse], Awaitable[None]]
 
 
@@ -60,11 +70,14 @@ class RouterService(inference_pb2_grpc.InferenceServiceServicer):
         self, request: inference_pb2.GenerateRequest, context: ServicerContext
     ) -> None:
         budget_s = rpc.budget_of(context, self._routing.config)
-        parent = current_context()
+        parent = within_trace(current_context())
+        context.set_trailing_metadata(answer_metadata(parent))
         try:
             await self.route(request, budget_s, parent, context.write)
         except Fault as fault:
-            await rpc.abort(context, fault.for_client())
+            # Whoever was refused can look up why.
+            told = {**fault.metadata, TRACE_ID: trace_id(parent)}
+            await rpc.abort(context, replace(fault.for_client(), metadata=told))
 
     async def route(
         self, request: inference_pb2.GenerateRequest, budget_s: float, parent: Context, write: Write
@@ -79,7 +92,7 @@ class RouterService(inference_pb2_grpc.InferenceServiceServicer):
             attributes={names.ATTR_REQUEST_ID: request_id},
         )
         times = AnswerTimes(accepted)
-        fault: Fault | None = _CLIENT_GONE
+        fault: Fault | None = _DEFECT
         try:
             if self.draining:
                 raise Fault(Reason.DRAINING, "the router is draining")
@@ -88,6 +101,9 @@ class RouterService(inference_pb2_grpc.InferenceServiceServicer):
             fault = None
         except Fault as raised:
             fault = raised
+            raise
+        except asyncio.CancelledError:
+            fault = _CLIENT_GONE
             raise
         finally:
             if fault is not None:
@@ -115,7 +131,7 @@ class RouterService(inference_pb2_grpc.InferenceServiceServicer):
         routing, tracing = self._routing, self._tracing
         context = Tracing.context(span)
         route = tracing.start(names.SPAN_ROUTE, parent=context, at=times.accepted)
-        fault: Fault | None = _CLIENT_GONE
+        fault: Fault | None = _DEFECT
         try:
             routable = await self._unless_left(self._read(request, request_id, budget_ends))
             config, discovery = routing.config, routing.discovery
@@ -139,19 +155,26 @@ class RouterService(inference_pb2_grpc.InferenceServiceServicer):
         except Fault as raised:
             fault = raised
             raise
+        except asyncio.CancelledError:
+            fault = _CLIENT_GONE
+            raise
         finally:
             if fault is not None:
-                tracing.end(route, error=_error(fault))
-            self._metrics.routed(routing.clock.now() - times.accepted, fault)
+                self._routed(route, times, routing.clock.now(), fault)
         try:
-            # A way there and back counts for who asks, as that of the first token does for P.
-            call.start(lambda at: tracing.end(route, at=at))
+            call.start(lambda at: self._routed(route, times, at, None))
             left = budget_ends - routing.clock.now() + rpc.STATUS_READ_S
             await rpc.write_within(_write_all(call, write), left)
         finally:
             times.key = call.key
             await call.close()
-            tracing.end(route, error=_error(_CLIENT_GONE))  # Unless it was routed.
+            if times.routed is None:
+                self._routed(route, times, routing.clock.now(), _CLIENT_GONE)
+
+    def _routed(self, route: Span, times: AnswerTimes, at: float, fault: Fault | None) -> None:
+        """Routing is over, by what span and metric say alike."""
+        self._tracing.end(route, at=at, error=_error(fault))
+        self._metrics.routed(at - times.accepted, fault)
 
     async def _unless_left(self, read: Coroutine[Any, Any, RoutableRequest]) -> RoutableRequest:
         """What it reads, or its fault. Fault DRAINING when the router leaves before."""
@@ -196,6 +219,8 @@ def the_router_leaves() -> Fault:
 
 
 _CLIENT_GONE = Fault(Reason.CLIENT_GONE, "the client left")
+_DEFECT = Fault(Reason.ENGINE_ERROR, "the router failed")
+"""What nobody foresaw."""
 
 
 def _operation(request: inference_pb2.GenerateRequest) -> str:

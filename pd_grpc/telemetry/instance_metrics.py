@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Mapping
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping
 from typing import Any, Generic, Protocol, TypeVar
 
 from pd_grpc.telemetry import names
@@ -11,6 +11,7 @@ from pd_grpc.telemetry.instruments import Instruments
 OK = "ok"
 
 Key = TypeVar("Key", bound=Hashable)
+State = TypeVar("State", bound=Hashable)
 
 
 class Reason(Protocol):
@@ -36,6 +37,24 @@ def outcome_of(fault: Failure | None) -> str:
     return OK if fault is None else str(fault.reason.value)
 
 
+def stages_ahead(
+    stages: Mapping[State, str], transitions: Mapping[State, Collection[State]]
+) -> Mapping[State, frozenset[str]]:
+    """The stages in which a request in each state may yet spend time, that of the state among them.
+    `stages` has those of all states but the last."""
+
+    def ahead(state: State) -> frozenset[str]:
+        seen, next_ones = {state}, [state]
+        while next_ones:
+            for after in transitions[next_ones.pop()]:
+                if after not in seen:
+                    seen.add(after)
+                    next_ones.append(after)
+        return frozenset(stages[each] for each in seen if each in stages)
+
+    return {state: ahead(state) for state in transitions}
+
+
 class InstanceMetrics:
     """What every instance counts."""
 
@@ -56,7 +75,7 @@ class InstanceMetrics:
         )
 
     def stage(self, stage: str, seconds: float, fault: Failure | None) -> None:
-        """A request has left a stage, or a fault has ended it there."""
+        """A request has left a stage for good, or a fault has ended it there."""
         about = {names.ATTR_METRIC_STAGE: stage, names.ATTR_OUTCOME: outcome_of(fault)}
         self._stages.record(seconds, {**self._role, **about})
 
@@ -81,6 +100,7 @@ class MachineMetrics(InstanceMetrics, Generic[Key]):
         super().__init__(instruments, role, reasons)
         self._now = now
         self._since: dict[Key, float] = {}
+        self._spent: dict[Key, dict[str, float]] = {}
         self._moving: dict[Key, tuple[float, str]] = {}
         self._bytes = instruments.counter(names.METRIC_TRANSFER_BYTES)
         self._transfers = instruments.histogram(names.METRIC_TRANSFER_DURATION)
@@ -102,15 +122,23 @@ class MachineMetrics(InstanceMetrics, Generic[Key]):
         """Prompt tokens of requests that wait."""
         self._instruments.gauge(names.METRIC_QUEUE_TOKENS, lambda: [(tokens(), self._role)])
 
-    def moved(self, key: Key, left: str | None, over: bool, fault: Failure | None) -> None:
-        """A request has left the stage `left`, None when it is new, and is in another unless it is
-        `over`."""
+    def moved(
+        self, key: Key, left: str | None, ahead: Collection[str], fault: Failure | None
+    ) -> None:
+        """A request has left the stage `left`, None when it is new, and may come to those `ahead`;
+        it is over when there are none. Of each stage it is counted once, with all its visits, when
+        it can come there no more."""
         now = self._now()
         since = self._since.pop(key, now)
+        spent = self._spent.setdefault(key, {})
         if left is not None:
-            self.stage(left, now - since, fault)
-        if not over:
+            spent[left] = spent.get(left, 0.0) + now - since
+        for stage in [each for each in spent if each not in ahead]:
+            self.stage(stage, spent.pop(stage), fault if stage == left else None)
+        if ahead:
             self._since[key] = now
+        else:
+            del self._spent[key]
 
     def in_flight(self, key: Key) -> bool:
         """Whether the request has come and is not over."""

@@ -6,14 +6,19 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from opentelemetry import metrics
-from opentelemetry.metrics import CallbackOptions, Meter, MeterProvider, Observation
+from opentelemetry.metrics import (
+    CallbackOptions,
+    Counter,
+    Histogram,
+    Meter,
+    MeterProvider,
+    Observation,
+)
 from opentelemetry.util.types import AttributeValue
 
 from pd_grpc.telemetry import names
-from pd_grpc.telemetry.tallies import Counting, Measuring, Spread, Tally
 
 _SCOPE = "pd_grpc"
-_BEFORE_EXPORT = "pd.before_export"
 
 SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
 """Bounds of durations: a millisecond to five minutes, the longest budget by default."""
@@ -206,40 +211,24 @@ class Instruments:
     """Makes the instruments of the catalog for one instance. Without a provider at all they record
     nothing."""
 
-    def __init__(
-        self, instance: str, provider: MeterProvider | None = None, in_batches: bool = True
-    ) -> None:
+    def __init__(self, instance: str, provider: MeterProvider | None = None) -> None:
         """Of `provider`, or of the process's own when it is None. Each instance has a scope of its
-        own, so that several in one process are told apart. What is counted reaches a provider
-        `in_batches`; it then holds on to this for its life."""
+        own, so that several in one process are told apart."""
         source = provider or metrics.get_meter_provider()
         scope = {names.ATTR_INSTANCE: instance}
         self._meter: Meter = source.get_meter(_SCOPE, attributes=scope)
-        self._batched = provider is not None and in_batches
-        self._spreads: list[Spread] = []
 
-    def counter(self, name: str) -> Counting:
+    def counter(self, name: str) -> Counter:
         """What only grows."""
         about = CATALOG[name]
-        if not self._batched:
-            return self._meter.create_counter(name, about.unit, about.description)
-        tally = Tally()
-        self.watched_counter(name, tally.sums)
-        return tally
+        return self._meter.create_counter(name, about.unit, about.description)
 
-    def histogram(self, name: str) -> Measuring:
+    def histogram(self, name: str) -> Histogram:
         """What is spread."""
         about = CATALOG[name]
-        histogram = self._meter.create_histogram(
+        return self._meter.create_histogram(
             name, about.unit, about.description, explicit_bucket_boundaries_advisory=about.bounds
         )
-        if not self._batched:
-            return histogram
-        if not self._spreads:
-            # It has no value of its own: it is looked at before anything is exported.
-            self._meter.create_observable_gauge(_BEFORE_EXPORT, [self._flush])
-        self._spreads.append(Spread(histogram))
-        return self._spreads[-1]
 
     def gauge(self, name: str, read: Read) -> None:
         """What is looked at when it is exported."""
@@ -250,11 +239,6 @@ class Instruments:
         """What only grows and is counted elsewhere."""
         about = CATALOG[name]
         self._meter.create_observable_counter(name, [_observe(read)], about.unit, about.description)
-
-    def _flush(self, options: CallbackOptions) -> Sequence[Observation]:
-        for spread in list(self._spreads):
-            spread.flush()
-        return ()
 
 
 def _observe(read: Read) -> Callable[[CallbackOptions], Sequence[Observation]]:

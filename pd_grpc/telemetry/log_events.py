@@ -20,6 +20,7 @@ _DEBUG, _INFO, _WARNING, _ERROR = logging.DEBUG, logging.INFO, logging.WARNING, 
 _ALL, _P, _D, _ROUTER = "all", "prefill", "decode", "router"
 
 
+@enum.unique
 class Event(enum.Enum):
     """What happened. The name, in small letters, is the field `event` of its line."""
 

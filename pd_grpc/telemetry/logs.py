@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import sys
+import traceback
 from datetime import datetime, timezone
-from typing import TYPE_CHECKING, Literal, TextIO
+from typing import TYPE_CHECKING, Any, Literal, TextIO
 
 if TYPE_CHECKING:  # generic in the stubs alone, before Python 3.11
     StreamHandler = logging.StreamHandler[TextIO]
@@ -94,8 +96,7 @@ class HumanFormatter(logging.Formatter):
         fields = " ".join(f"{key}={value}" for key, value in _fields(record).items())
         line = _one_line(f"{line}  {fields}" if fields else line)
         if record.exc_info:
-            traceback = self.formatException(record.exc_info).split("\n")
-            line += "".join(f"\n    {_one_line(each)}" for each in traceback)
+            line += "".join(f"\n    {_one_line(each)}" for each in _traceback(record.exc_info))
         return line
 
 
@@ -113,8 +114,28 @@ class JsonFormatter(logging.Formatter):
             **_fields(record),
         }
         if record.exc_info:
-            line["exception"] = self.formatException(record.exc_info)
+            line["exception"] = "\n".join(_traceback(record.exc_info))
         return json.dumps({key: _plain(value) for key, value in line.items()})
+
+
+def _traceback(raised: Any) -> list[str]:
+    """The lines of a traceback, without what the exceptions say, which may be of a prompt: where
+    they were raised, their types, and of the system's errors which one it was."""
+    found: list[str] = []
+    error: BaseException | None = raised[1]
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
+        frames = "".join(traceback.format_tb(error.__traceback__)).splitlines()
+        found = [*frames, _kind(error), *(["and then:"] if found else []), *found]
+        hidden = error.__suppress_context__ and error.__cause__ is None
+        error = None if hidden else error.__cause__ or error.__context__
+    return found
+
+
+def _kind(error: BaseException) -> str:
+    number = error.errno if isinstance(error, OSError) else None
+    return type(error).__qualname__ + (f": {os.strerror(number)}" if number else "")
 
 
 def _message(record: logging.LogRecord) -> str:

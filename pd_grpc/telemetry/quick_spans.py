@@ -14,6 +14,7 @@ from time import time_ns
 from typing import Any
 
 from opentelemetry import trace
+from opentelemetry.attributes import BoundedAttributes
 from opentelemetry.context import Context
 from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace import (
@@ -46,13 +47,19 @@ _RANDOM_TRACE_ID = 2
 
 
 class QuickProvider(TracerProvider):
-    """The SDK's provider; sampler and limits follow its environment variables."""
+    """The SDK's provider; limits follow its environment variables, and the sampler too unless there
+    is another."""
 
-    def __init__(self, resource: Resource | None = None, shutdown_on_exit: bool = True) -> None:
+    def __init__(
+        self,
+        resource: Resource | None = None,
+        shutdown_on_exit: bool = True,
+        sampler: Sampler | None = None,
+    ) -> None:
         self.limits = SpanLimits()
         self.processors: tuple[SpanProcessor, ...] = ()
         super().__init__(
-            resource=resource, span_limits=self.limits, shutdown_on_exit=shutdown_on_exit
+            sampler, resource, span_limits=self.limits, shutdown_on_exit=shutdown_on_exit
         )
 
     def add_span_processor(self, span_processor: SpanProcessor) -> None:
@@ -67,7 +74,8 @@ class QuickProvider(TracerProvider):
         schema_url: str | None = None,
         attributes: Attributes | None = None,
     ) -> trace.Tracer:
-        """One that makes quick spans, unless the SDK is switched off."""
+        """One that makes quick spans, unless the SDK is switched off, or its spans are made of more
+        than ours: then its own."""
         tracer = super().get_tracer(
             instrumenting_module_name, instrumenting_library_version, schema_url, attributes
         )
@@ -76,7 +84,8 @@ class QuickProvider(TracerProvider):
         scope = InstrumentationScope(
             instrumenting_module_name, instrumenting_library_version, schema_url, attributes
         )
-        return QuickTracer(self, tracer, scope)
+        quick = QuickTracer(self, tracer, scope)
+        return quick if quick.fits() else tracer
 
 
 class QuickTracer(trace.Tracer):
@@ -94,6 +103,14 @@ class QuickTracer(trace.Tracer):
         is_random = getattr(generator, "is_trace_id_random", lambda: False)()
         self._flags = TraceFlags(TraceFlags.SAMPLED | (_RANDOM_TRACE_ID if is_random else 0))
         self._follows = follows_parents(provider.sampler)
+
+    def fits(self) -> bool:
+        """Whether a span of the SDK's has nothing that a quick one lacks."""
+        if QuickSpan.__abstractmethods__:  # of a newer API
+            return False
+        none = trace.INVALID_SPAN_CONTEXT
+        quick = QuickSpan(self, "", none, None, SpanKind.INTERNAL, None, None, 0)
+        return vars(ReadableSpan("")).keys() <= vars(quick).keys()
 
     def start_span(
         self,
@@ -216,10 +233,14 @@ class QuickSpan(ReadableSpan, Span):
         if self._end_time is not None:
             return
         limits = self._provider.limits
-        longest, about = limits.max_attribute_length, {}
-        for key, value in (attributes or {}).items():
-            plain = value.__class__ in _PLAIN and longest is None
-            about[key] = value if plain else _cleaned(value, longest)
+        most, longest = limits.max_event_attributes, limits.max_attribute_length
+        about: Any = {}
+        if attributes and most is not None and len(attributes) > most:
+            about = BoundedAttributes(most, attributes, max_value_len=longest)
+        else:
+            for key, value in (attributes or {}).items():
+                plain = value.__class__ in _PLAIN and longest is None
+                about[key] = value if plain else _cleaned(value, longest)
         if not self._events:
             self._events = []
         self._events.append(Event(name, about, time_ns() if timestamp is None else timestamp))

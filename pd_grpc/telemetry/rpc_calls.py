@@ -7,18 +7,19 @@ health checks and look-ups nobody asks why they were slow. All have a duration.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeAlias
 
 import grpc
 from opentelemetry import trace
 from opentelemetry.context import Context
+from opentelemetry.metrics import Histogram
 from opentelemetry.trace import Span, SpanKind
 from opentelemetry.util.types import AttributeValue
 
 from pd_grpc.telemetry import names
 from pd_grpc.telemetry.instruments import Instruments
-from pd_grpc.telemetry.tallies import Measuring
 from pd_grpc.telemetry.tracing import Tracing, extract, inject
 
 Metadata: TypeAlias = Iterable[tuple[str, str | bytes]] | None
@@ -56,7 +57,7 @@ class Call:
         calls: Calls,
         span: Span | None,
         about: Mapping[str, AttributeValue],
-        duration: Measuring,
+        duration: Histogram,
         failing: frozenset[str] | None,
         began: float,
     ) -> None:
@@ -70,9 +71,11 @@ class Call:
 
     def ended(self, code: str, trailing: Metadata = None) -> None:
         """Its status came, or it was cancelled."""
-        if self._ended:
-            return
-        self._ended = True
+        with self._calls.lock:
+            # A handler and the end of its call may both tell, each on its own thread.
+            if self._ended:
+                return
+            self._ended = True
         now = self._calls.now()
         about = {**self._about, names.ATTR_STATUS_CODE: code}
         failed = code != OK and (self._failing is None or code in self._failing)
@@ -84,7 +87,8 @@ class Call:
             return
         outcome = "ok" if code == OK else self._calls.reason_in(trailing) or code
         if failed:
-            self._calls.tracing.end(span, at=now, error=(code, outcome))
+            # By the conventions the type is the code, as that of the duration.
+            self._calls.tracing.end(span, at=now, error=(code, outcome), error_type=code)
         else:
             span.set_attribute(names.ATTR_STATUS_CODE, code)
             self._calls.tracing.end(span, at=now, outcome=outcome)
@@ -97,6 +101,7 @@ class Calls:
         self.tracing = tracing
         self.reason_in = reason_in
         self.now = tracing.now
+        self.lock = threading.Lock()
         self._made = instruments.histogram(names.METRIC_RPC_CLIENT_DURATION)
         self._served = instruments.histogram(names.METRIC_RPC_SERVER_DURATION)
         self._abouts: dict[tuple[str, str], Mapping[str, AttributeValue]] = {}
@@ -113,7 +118,8 @@ class Calls:
                 span = self.tracing.start(
                     method, parent=parent, at=now, kind=SpanKind.CLIENT, attributes=about
                 )
-                metadata = inject(self.tracing.context(span), metadata or ())
+                if span is not trace.get_current_span(parent):
+                    metadata = inject(self.tracing.context(span), metadata or ())
         return Call(self, span, about, self._made, None, now), metadata
 
     def served(self, method: str, metadata: Metadata) -> tuple[Call, Context]:
@@ -124,7 +130,8 @@ class Calls:
             span = self.tracing.start(
                 method, parent=context, at=now, kind=SpanKind.SERVER, attributes=about
             )
-            context = self.tracing.context(span)
+            if span is not trace.get_current_span(context):
+                context = self.tracing.context(span)
         return Call(self, span, about, self._served, _SERVERS_FAULT, now), context
 
     def _about(self, method: str, endpoint: str) -> Mapping[str, AttributeValue]:

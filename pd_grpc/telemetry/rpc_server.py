@@ -51,7 +51,7 @@ class ServedCalls(_AioInterceptor):
         calls = self._calls
         if handler is None or calls is None:
             return handler
-        shape = _shape(handler)
+        shape = shape_of(handler)
         behaviour = getattr(handler, shape)
         if not (iscoroutinefunction(behaviour) or isasyncgenfunction(behaviour)):
             return handler  # what a servicer leaves out
@@ -70,7 +70,7 @@ class SyncServedCalls(_Interceptor):
         handler = continuation(handler_call_details)
         if handler is None:
             return None  # an unknown method: grpc answers UNIMPLEMENTED
-        shape = _shape(handler)
+        shape = shape_of(handler)
         watch = _watch_iterator if handler.response_streaming else _watch_function
         method = full_name(handler_call_details.method)
         return _with(handler, shape, watch(self._calls, method, getattr(handler, shape)))
@@ -178,7 +178,7 @@ def _end_with(call: Call, context: Any) -> None:
 # --------------------------------------------------------------------------------------------------
 
 
-def _shape(handler: Any) -> str:
+def shape_of(handler: Any) -> str:
     """The attribute of a method handler that holds its behaviour."""
     request = "stream" if handler.request_streaming else "unary"
     response = "stream" if handler.response_streaming else "unary"

@@ -19,7 +19,7 @@ from opentelemetry.sdk.trace import Event, ReadableSpan
 from opentelemetry.trace import Link, SpanContext, Status
 
 MOST_CACHED = 4096
-"""Attributes whose encoding is remembered: most spans share theirs with others."""
+"""Attributes whose encoding is remembered, and links: most spans share theirs with others."""
 _LONGEST_CACHED = 128
 _MOST_ENVELOPES = 64
 
@@ -56,6 +56,7 @@ class SpanEncoder:
 
     def __init__(self) -> None:
         self._cached: dict[tuple[str, type, Any], bytes] = {}
+        self._links: dict[tuple[int, int, bool], bytes] = {}
         self._envelopes: dict[tuple[int, int], tuple[Any, Any, bytes, bytes]] = {}
 
     def encode(self, spans: Sequence[ReadableSpan]) -> bytes:
@@ -116,8 +117,7 @@ class SpanEncoder:
         for event in span.events:
             _add(parts, b"\x5a", self._event(event))
         _add_count(parts, b"\x60", span.dropped_events)
-        for link in span.links:
-            _add(parts, b"\x6a", self._link(link))
+        parts += [self._link(link) for link in span.links]
         _add_count(parts, b"\x70", span.dropped_links)
         _add(parts, b"\x7a", _status(span.status))
         parts += (b"\x85\x01", _flags(parent))
@@ -131,11 +131,24 @@ class SpanEncoder:
         return b"".join(parts)
 
     def _link(self, link: Link) -> bytes:
-        parts = _ids(link.context)
+        """The field of a link. Every step that serves a request links to it alike."""
+        context, plain = link.context, not link.attributes and not link.dropped_attributes
+        key = context.trace_id, context.span_id, context.is_remote
+        found = self._links.get(key) if plain else None
+        if found is not None:
+            return found
+        parts = _ids(context)
         self._add_attributes(parts, b"\x22", link.attributes)
         _add_count(parts, b"\x28", link.dropped_attributes)
-        parts += (b"\x35", _flags(link.context))
-        return b"".join(parts)
+        parts += (b"\x35", _flags(context))
+        field: list[bytes] = []
+        _add(field, b"\x6a", b"".join(parts))
+        encoded = b"".join(field)
+        if plain:
+            if len(self._links) >= MOST_CACHED:
+                self._links.clear()
+            self._links[key] = encoded
+        return encoded
 
     def _add_attributes(self, parts: list[bytes], tag: bytes, attributes: Any) -> None:
         if not attributes:

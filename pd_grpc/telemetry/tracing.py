@@ -135,7 +135,9 @@ class Tracing:
         # sampler is not asked where it is known to follow the parent.
         above = trace.get_current_span(context)
         if self._follows and _is_left_out(above):
-            return above
+            # Somebody else's that records for itself is not ours to end.
+            mine = not above.is_recording()
+            return above if mine else NonRecordingSpan(above.get_span_context())
         sampled = [Link(link) for link in links if link.trace_flags & TraceFlags.SAMPLED]
         if (links and not sampled) or (self._only_keeps and name in NOT_KEPT):
             return trace.INVALID_SPAN
@@ -155,8 +157,10 @@ class Tracing:
         at: float | None = None,
         error: tuple[str, str] | None = None,
         outcome: str = "ok",
+        error_type: str = "",
     ) -> None:
-        """End a span with an error's (code, reason), or with `outcome`, which is no error.
+        """End a span with an error's (code, reason), or with `outcome`, which is no error. The type
+        of the error is its reason, unless another is given.
 
         What else is said of an error may name what the client sent, and never enters a span.
         """
@@ -169,7 +173,7 @@ class Tracing:
             span.set_attributes(
                 {
                     names.ATTR_OUTCOME: reason,
-                    names.ATTR_ERROR_TYPE: reason,
+                    names.ATTR_ERROR_TYPE: error_type or reason,
                     names.ATTR_STATUS_CODE: code,
                 }
             )
@@ -233,6 +237,20 @@ def extract(metadata: Iterable[tuple[str, str | bytes]] | None) -> Context:
 def current_context() -> Context:
     """In a handler: that of the call it serves, or its caller's where calls are not recorded."""
     return current.get_current()
+
+
+def within_trace(context: Context) -> Context:
+    """The context, or one in a new trace of which nothing is recorded here."""
+    if trace_id(context):
+        return context
+    return trace.set_span_in_context(_unrecorded(context), context)
+
+
+def answer_metadata(context: Context) -> tuple[tuple[str, str], ...]:
+    """What tells a caller which trace it was, as W3C Trace Context Level 2 has it."""
+    carrier: dict[str, str] = {}
+    _W3C.inject(carrier, context)
+    return tuple(("traceresponse", told) for told in (carrier.get("traceparent"),) if told)
 
 
 def trace_id(context: Context | None) -> str:

@@ -174,3 +174,35 @@ async def test_refused_calls_leave_nothing_behind_and_disturb_no_other() -> None
         await p.send_kv(request, grant, chunks)
         assert await tokens_of(call) == d.answer(request)
         await until(lambda: len(d.server.runtime.spans) == 0)
+
+
+async def test_a_step_that_only_prefills_is_linked_to_what_it_computes() -> None:
+    exporter = InMemorySpanExporter()
+    provider = TracerProvider()
+    provider.add_span_processor(SimpleSpanProcessor(exporter))
+    async with wire(provider=provider) as d:
+        request = d.request(prompt=list(range(300, 340)), max_tokens=4)
+        client = d.inference.Generate(
+            request.generate(True), timeout=CALL_S, metadata=parent(CLIENT_TRACE)
+        )
+        assert await tokens_of(client) == d.answer(request)
+    found = exporter.get_finished_spans()
+    spans = {span.name: span for span in found}
+    steps = [span for span in found if span.name == names.SPAN_STEP]
+    linked = [[link.context for link in step.links] for step in steps]
+    compute, decode = spans[names.SPAN_COMPUTE].context, spans[names.SPAN_DECODE].context
+    assert linked[0] == [compute] and linked[-1] == [decode]
+    assert all(each in ([compute], [decode]) for each in linked)
+    assert len(linked) >= 4, "one that computes, three that decode"
+
+
+async def test_what_no_caller_samples_makes_no_step_of_a_trace() -> None:
+    exporter = InMemorySpanExporter()
+    provider = TracerProvider()
+    provider.add_span_processor(SimpleSpanProcessor(exporter))
+    left_out = (("traceparent", f"00-{CLIENT_TRACE}-{'1' * 16}-00"),)
+    async with wire(provider=provider) as d:
+        request = d.request(prompt=list(range(300, 340)), max_tokens=4)
+        client = d.inference.Generate(request.generate(True), timeout=CALL_S, metadata=left_out)
+        assert await tokens_of(client) == d.answer(request)
+    assert exporter.get_finished_spans() == ()

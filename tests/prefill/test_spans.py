@@ -3,19 +3,30 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Sequence
 
 import pytest
 from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
+from pd_grpc.engine.base import EngineFault, PrefillChunk, Sampled
+from pd_grpc.engine.sim import SimEngine
 from pd_grpc.protocol.messages import seconds
 from tests.prefill.cluster import Cluster, request_to, running
 from tests.waiting import until
 
 NOBODY = "127.0.0.1:1"
 QUEUE, PREPARE, ALLOCATE = "pd.queue", "pd.prepare", "pd.allocate"
+
+
+class Broken(SimEngine):
+    """Computes nothing."""
+
+    def prefill(
+        self, batch: Sequence[PrefillChunk], on_layer: Callable[[int, int], None]
+    ) -> list[Sampled | None]:
+        raise EngineFault("broken")
 
 
 class Trace:
@@ -119,3 +130,25 @@ async def test_each_allocate_is_a_span_of_one_preparation(cluster: Cluster) -> N
     (prepare,) = [span for span in trace.named(PREPARE) if is_child(span, handed_off)]
     asked = [span for span in trace.named(ALLOCATE) if is_child(span, prepare)]
     assert [outcome(span) for span in asked] == ["QUEUE_FULL", "ok"]
+
+
+async def test_each_step_is_a_span_of_its_own_linked_to_what_it_computes(cluster: Cluster) -> None:
+    trace = Trace()
+    p, d = await cluster.prefill(trace.provider), await cluster.decode()
+    await cluster.run(p, d, request_to(d, tokens=40))
+    compute, steps = trace.one("pd.compute"), trace.named("pd.step")
+    assert [(step.attributes or {})["pd.tokens"] for step in steps] == [16, 16, 8]
+    for step in steps:
+        assert step.parent is None and outcome(step) == "ok"
+        assert [link.context for link in step.links] == [compute.context]
+    assert steps[0].start_time == compute.start_time
+    chunks = [event.timestamp for event in compute.events]
+    assert [step.end_time for step in steps] == chunks
+
+
+async def test_a_step_that_fails_says_so(cluster: Cluster) -> None:
+    trace = Trace()
+    p, d = await cluster.prefill(trace.provider, Broken), await cluster.decode()
+    prefill, _ = await cluster.run(p, d, request_to(d, tokens=40))
+    assert prefill.fault is not None
+    assert outcome(trace.one("pd.step")) == "ENGINE_ERROR"

@@ -11,7 +11,9 @@ import grpc
 import grpc.aio
 import pytest
 
+from pd_grpc.engine.sim_tokenizer import SimTokenizer
 from pd_grpc.protocol.faults import Code, Fault, Reason, not_meant
+from pd_grpc.telemetry import names
 from pd_grpc.v1 import inference_pb2, sampling_pb2, types_pb2
 from tests.router.answers import (
     TEXT,
@@ -22,7 +24,7 @@ from tests.router.answers import (
     silence,
     until_ready,
 )
-from tests.router.conftest import Site
+from tests.router.conftest import VOCAB, Site, sited
 from tests.router.scripted import Scripted, handed_off, last, never, placing, refusing, tokens
 from tests.waiting import until
 
@@ -217,3 +219,22 @@ async def unusable(site: Site, instance: Scripted, leg: str) -> AsyncIterator[No
         yield
     finally:
         setattr(view, leg, usable)
+
+
+class BrokenTokenizer(SimTokenizer):
+    """Raises what nobody foresees."""
+
+    def encode(self, text: str) -> list[int]:
+        raise LookupError(text)
+
+
+async def test_a_defect_of_the_router_is_told_as_one() -> None:
+    async with sited(BrokenTokenizer(VOCAB)) as site:
+        fault = await site.fault(text="the words of a prompt")
+        assert fault.reason is Reason.ENGINE_ERROR
+        assert "LookupError" in fault.message and "words" not in fault.message
+        await until(lambda: len(site.spans.get_finished_spans()) >= 2)
+        spans = {span.name: span for span in site.spans.get_finished_spans()}
+    for name in (names.SPAN_REQUEST, names.SPAN_ROUTE):
+        attributes = spans[name].attributes
+        assert attributes is not None and attributes[names.ATTR_OUTCOME] == "ENGINE_ERROR"

@@ -90,7 +90,7 @@ def test_a_failure_is_logged_with_its_traceback() -> None:
         logging.getLogger("pd_grpc.engine").exception("step failed")
     record = json.loads(lines(out)[0])
     assert record["message"] == "step failed"
-    assert "KeyError: 'missing'" in record["exception"]
+    assert record["exception"].endswith("KeyError"), "what it says may be of a prompt"
 
 
 @pytest.mark.parametrize(

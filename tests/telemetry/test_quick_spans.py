@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from opentelemetry.exporter.otlp.proto.common.trace_encoder import encode_spans
 from opentelemetry.sdk.resources import Resource
-from opentelemetry.sdk.trace import ReadableSpan, Span, SpanProcessor, TracerProvider
+from opentelemetry.sdk.trace import ReadableSpan, Span, SpanProcessor, Tracer, TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from opentelemetry.trace import (
@@ -27,7 +27,7 @@ from opentelemetry.trace import (
 )
 
 from pd_grpc.protocol.clock import ManualClock
-from pd_grpc.telemetry.quick_spans import QuickProvider, QuickSpan
+from pd_grpc.telemetry.quick_spans import QuickProvider, QuickSpan, QuickTracer
 from pd_grpc.telemetry.tracing import Tracing
 
 PLAIN = st.one_of(st.text(max_size=20), st.booleans(), st.integers(-9, 9), st.binary(max_size=9))
@@ -98,6 +98,7 @@ def test_whatever_is_done_to_it_it_tells_what_the_sdks_tells(acts: list[tuple[An
         ("OTEL_SPAN_LINK_COUNT_LIMIT", "1"),
         ("OTEL_ATTRIBUTE_VALUE_LENGTH_LIMIT", "3"),
         ("OTEL_SPAN_LINK_COUNT_LIMIT", "0"),
+        ("OTEL_EVENT_ATTRIBUTE_COUNT_LIMIT", "0"),
     ],
 )
 def test_the_sdks_limits_hold(monkeypatch: pytest.MonkeyPatch, variable: str, value: str) -> None:
@@ -173,3 +174,17 @@ def test_an_exception_is_an_event_with_its_type_and_message() -> None:
     assert about["exception.type"] == "KeyError"
     assert "absent" in str(about["exception.message"])
     assert "Traceback" in str(about["exception.stacktrace"])
+
+
+def test_what_the_sdks_spans_have_more_than_ours_makes_them_the_sdks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    made = ReadableSpan.__init__
+
+    def newer(self: ReadableSpan, *args: Any, **kwargs: Any) -> None:
+        made(self, *args, **kwargs)
+        self._new = 1  # type: ignore[attr-defined]
+
+    assert isinstance(QuickProvider().get_tracer("pd_grpc"), QuickTracer)
+    monkeypatch.setattr(ReadableSpan, "__init__", newer)
+    assert isinstance(QuickProvider().get_tracer("pd_grpc"), Tracer)

@@ -77,7 +77,7 @@ async def test_a_call_that_fails_says_code_and_reason(client: str, server: str, 
     assert status == "FAILED_PRECONDITION"
     assert made.attributes is not None and served.attributes is not None
     assert made.status.status_code is StatusCode.ERROR
-    assert made.attributes["error.type"] == "STALE_EPOCH"
+    assert made.attributes["error.type"] == "FAILED_PRECONDITION"
     assert served.status.status_code is StatusCode.UNSET, (
         "of FAILED_PRECONDITION the caller is to judge"
     )

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import pytest
+from opentelemetry import trace
 from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from opentelemetry.sdk.trace.sampling import (
     ALWAYS_OFF,
     ALWAYS_ON,
+    Decision,
     ParentBased,
     ParentBasedTraceIdRatio,
     Sampler,
+    SamplingResult,
     TraceIdRatioBased,
 )
 from opentelemetry.trace import SpanContext, TraceFlags
@@ -106,3 +109,22 @@ def test_what_is_exported_is_kept_as_well() -> None:
     assert kept.context == exported.context
     assert kept.attributes == exported.attributes
     assert kept.status.description == exported.status.description == "PEER_LOST"
+
+
+class RecordOnly(Sampler):
+    """Records every span and samples none."""
+
+    def should_sample(self, *args: object, **kwargs: object) -> SamplingResult:
+        return SamplingResult(Decision.RECORD_ONLY)
+
+    def get_description(self) -> str:
+        return "RecordOnly"
+
+
+def test_a_span_of_the_application_that_is_not_sampled_is_left_alone() -> None:
+    application = TracerProvider(sampler=RecordOnly()).get_tracer("application")
+    above = application.start_span("theirs")
+    context = trace.set_span_in_context(above)
+    recorded = Recorded(ParentBased(ALWAYS_ON))
+    recorded.tracing.end(recorded.tracing.start("pd.request", parent=context))
+    assert above.is_recording() and not recorded.spans

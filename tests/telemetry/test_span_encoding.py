@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -25,7 +26,7 @@ from opentelemetry.trace import (
     set_span_in_context,
 )
 
-from pd_grpc.telemetry.span_encoding import MOST_CACHED, SpanEncoder
+from pd_grpc.telemetry.span_encoding import MOST_CACHED, FastSpanExporter, SpanEncoder
 
 PLAIN = st.one_of(
     st.text(max_size=200),
@@ -164,9 +165,38 @@ def test_values_that_are_equal_but_not_the_same_are_not_mistaken(pair: tuple[Any
     check(recorder.spans, encoder)
 
 
+def test_the_same_link_with_and_without_attributes_is_not_mistaken() -> None:
+    recorder, encoder = Recorder(), SpanEncoder()
+    here, there = context((1, 2, False)), context((1, 2, True))
+    for links in ([Link(here)], [Link(there)], [Link(here, {"a": 1})], [Link(here), Link(there)]):
+        for _ in range(2):
+            recorder.tracer.start_span("step", links=links).end()
+    check(recorder.spans, encoder)
+
+
 def test_what_is_remembered_is_bounded() -> None:
     recorder, encoder = Recorder(), SpanEncoder()
     for number in range(2 * MOST_CACHED + 10):
-        recorder.tracer.start_span("one", attributes={"number": number}).end()
+        links = [Link(context((1, number + 1, False)))]
+        recorder.tracer.start_span("one", attributes={"number": number}, links=links).end()
     check(recorder.spans, encoder)
-    assert len(encoder._cached) <= MOST_CACHED
+    assert len(encoder._cached) <= MOST_CACHED and len(encoder._links) <= MOST_CACHED
+
+
+def test_the_exporter_sends_what_is_written_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    # The method that it takes the place of is private to OpenTelemetry's exporter.
+    sent: list[bytes] = []
+    encode = SpanEncoder.encode
+    exporter = FastSpanExporter("127.0.0.1:1", 0.1)
+
+    def watched(self: SpanEncoder, spans: Sequence[ReadableSpan]) -> bytes:
+        sent.append(encode(self, spans))
+        return sent[-1]
+
+    monkeypatch.setattr(SpanEncoder, "encode", watched)
+    span = TracerProvider(shutdown_on_exit=False).get_tracer("pd_grpc").start_span("one")
+    span.end()
+    assert isinstance(span, ReadableSpan)
+    exporter.export([span])
+    exporter.shutdown()
+    assert len(sent) == 1 and sent[0] == encode(SpanEncoder(), [span])
