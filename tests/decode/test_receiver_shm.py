@@ -15,7 +15,7 @@ from pd_grpc.engine.memory import HostKvMemory
 from pd_grpc.engine.pool_buffer import PoolBuffer
 from pd_grpc.protocol.config import DecodeConfig
 from pd_grpc.protocol.faults import Fault, Reason
-from pd_grpc.transport.base import ReceiveSide
+from pd_grpc.transport.base import ReceiveSide, ReceiveTransport
 from pd_grpc.transport.chunk_codec import split_chunk
 from pd_grpc.transport.inline import InlineReceive
 from pd_grpc.transport.shm.receive import ShmReceive
@@ -35,7 +35,7 @@ class Shard:
         self.buffer.view[:] = PATTERN * BLOCKS
         memory = HostKvMemory(self.buffer.view, LAYOUT, self.buffer.fd)
         self.shm = ShmReceive(ReceiveSide(LAYOUT, memory))
-        transports = {SHM: self.shm, INLINE: InlineReceive(memory)}
+        transports: dict[int, ReceiveTransport] = {SHM: self.shm, INLINE: InlineReceive(memory)}
         config = DecodeConfig(audit_every=audit_every)
         self.receiver = Receiver(config, LAYOUT, memory, EPOCH, transports)
         self.receiver.sessions.admit(OWNER, "s")
@@ -71,7 +71,7 @@ class Shard:
     def chunk(
         self, stream: int, blocks: tuple[int, int], layers: tuple[int, int], **fields: Any
     ) -> None:
-        values = {
+        values: dict[str, Any] = {
             "block_start": blocks[0],
             "block_count": blocks[1],
             "layer_start": layers[0],

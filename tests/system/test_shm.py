@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -53,7 +52,6 @@ async def test_answers_over_shared_memory_are_those_of_the_aggregated_server() -
     async with cluster(**SHARED, decode_settings={"audit_every": 2}) as apart:
         disaggregated = await answers(apart, seeds)
         assert transports(apart) == [SHM]
-        # Several P in one process are told apart by their names.
     async with cluster(aggregated=True) as together:
         aggregated = await answers(together, seeds)
     assert [r.essence for r in disaggregated] == [r.essence for r in aggregated]
@@ -89,33 +87,18 @@ async def test_a_small_pool_is_used_again_and_again_over_shared_memory() -> None
 async def test_a_pair_of_which_one_knows_or_likes_inline_alone_goes_inline(
     prefill: tuple[str, ...], decode: tuple[str, ...]
 ) -> None:
-    settings = {
-        "prefill_settings": {"transports": prefill},
-        "decode_settings": {"transports": decode},
-    }
-    async with cluster(**settings) as running:
+    async with cluster(
+        prefill_settings={"transports": prefill}, decode_settings={"transports": decode}
+    ) as running:
         replies = await answers(running, range(8))
         assert transports(running) == [INLINE]
     assert [r.token_ids for r in replies] == expected(range(8))
 
 
 @pytest.fixture
-def unreachable(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def unreachable(monkeypatch: pytest.MonkeyPatch) -> None:
     """The socket that D names is none of this host, as it would be between two."""
-    right = Lender.__init__
-
-    def elsewhere(self: Lender, *arguments: Any) -> None:
-        right(self, *arguments)
-        name = self.shard.socket
-        self.start = _nowhere  # type: ignore[method-assign]
-        assert name
-
-    monkeypatch.setattr(Lender, "__init__", elsewhere)
-    yield
-
-
-def _nowhere(news: object) -> None:
-    """Listen to nobody."""
+    monkeypatch.setattr(Lender, "start", lambda self, news: None)
 
 
 async def test_what_does_not_get_p_there_is_left_and_inline_serves(

@@ -10,11 +10,13 @@ from __future__ import annotations
 import asyncio
 import ctypes
 import os
+import socket
 import sys
 
 from pd_grpc.transport.base import Unreachable
 from pd_grpc.transport.shm import borrower
 from pd_grpc.transport.shm.mapping import Attachment
+from pd_grpc.transport.shm.packets import unix_socket
 from pd_grpc.v1 import shm_pb2
 from tests.transport.shm_pool import LAYOUT, P
 
@@ -27,13 +29,12 @@ def main(shard_hex: str, netns: bool) -> None:
         return
     shard = shm_pb2.ShmShard.FromString(bytes.fromhex(shard_hex))
     sockets = []
-    right = borrower.unix_socket
 
-    def kept() -> object:
-        sockets.append(right())
+    def kept() -> socket.socket:
+        sockets.append(unix_socket())
         return sockets[-1]
 
-    borrower.unix_socket = kept  # type: ignore[assignment]
+    setattr(borrower, "unix_socket", kept)  # noqa: B010 - the module imports it for itself
     try:
         attachment = asyncio.run(borrower.borrow(shard, P, LAYOUT))
     except Unreachable as error:

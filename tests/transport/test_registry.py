@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from types import ModuleType
+from typing import NoReturn
 
 import pytest
 
@@ -44,7 +45,7 @@ def test_a_name_with_a_dot_is_any_module(foreign: TransportKind) -> None:
 def test_two_transports_of_one_value_are_refused(
     foreign: TransportKind, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(shm, "TRANSPORT", TransportKind("mine", 1001, False, *[_unused] * 2))
+    monkeypatch.setattr(shm, "TRANSPORT", TransportKind("mine", 1001, False, _unused, _unused))
     with pytest.raises(UnknownTransport, match="wires and mine are both 1001"):
         find(["somebody.wires", "shm"])
 
@@ -86,5 +87,5 @@ def test_only_a_decode_that_shares_its_pool_makes_it_shared() -> None:
     assert not DecodeConfig(transports=()).shares_pool
 
 
-def _unused(side: object) -> None:
+def _unused(side: object) -> NoReturn:
     raise NotUsable("not meant to be used")

@@ -22,6 +22,7 @@ from pd_grpc.transport.base import NotUsable, ReceiveSide, Unreachable
 from pd_grpc.transport.shm import borrower as borrowing
 from pd_grpc.transport.shm import lender
 from pd_grpc.transport.shm.borrower import borrow
+from pd_grpc.transport.shm.peers import Stranger
 from pd_grpc.transport.shm.receive import ShmReceive
 from pd_grpc.v1 import shm_pb2, types_pb2
 from tests.transport.shm_pool import BLOCKS, LAYOUT, LentPool, P, lent_pool
@@ -224,7 +225,7 @@ async def test_a_process_that_cannot_be_watched_gets_nothing(
     lent: LentPool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(sock: socket.socket) -> int:
-        raise lender.Stranger("as of another PID namespace")
+        raise Stranger("as of another PID namespace")
 
     monkeypatch.setattr(lender, "watch_process", refuse)
     with pytest.raises(Unreachable, match=_TURNED_AWAY):
