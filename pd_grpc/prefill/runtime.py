@@ -300,7 +300,9 @@ class PrefillRuntime:
             self._close(peer)
         assert self._bulk is not None
         for shard in self._shards.pop(endpoint, ()):
-            self._bulk.forget(shard)
+            # The same D may be reached by another address as well.
+            if not any(shard in others for others in self._shards.values()):
+                self._bulk.forget(shard)
 
     def _close(self, peer: DecodePeer) -> None:
         task = self._loop.create_task(peer.close())

@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from pd_grpc.v1 import types_pb2 as pd__grpc_dot_v1_dot_types__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x14pd_grpc/v1/shm.proto\x12\npd_grpc.v1\x1a\x16pd_grpc/v1/types.proto\"O\n\x08ShmShard\x12\x0e\n\x06socket\x18\x01 \x01(\t\x12\x0e\n\x06secret\x18\x02 \x01(\x0c\x12\x0f\n\x07pool_id\x18\x03 \x01(\x0c\x12\x12\n\npool_bytes\x18\x04 \x01(\x04\"C\n\tShmAttach\x12\x0e\n\x06secret\x18\x01 \x01(\x0c\x12&\n\x08instance\x18\x02 \x01(\x0b\x32\x14.pd_grpc.v1.Instance\".\n\x07ShmPool\x12\x0f\n\x07pool_id\x18\x01 \x01(\x0c\x12\x12\n\npool_bytes\x18\x02 \x01(\x04\"\x1e\n\x0bShmAttached\x12\x0f\n\x07pool_id\x18\x01 \x01(\x0c\"\x1e\n\x0bShmDetached\x12\x0f\n\x07pool_id\x18\x01 \x01(\x0c\"-\n\tShmTarget\x12 \n\x04runs\x18\x01 \x03(\x0b\x32\x12.pd_grpc.v1.ShmRun\"\'\n\x06ShmRun\x12\r\n\x05start\x18\x01 \x01(\r\x12\x0e\n\x06\x62locks\x18\x02 \x03(\rb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x14pd_grpc/v1/shm.proto\x12\npd_grpc.v1\x1a\x16pd_grpc/v1/types.proto\"O\n\x08ShmShard\x12\x0e\n\x06socket\x18\x01 \x01(\t\x12\x0e\n\x06secret\x18\x02 \x01(\x0c\x12\x0f\n\x07pool_id\x18\x03 \x01(\x0c\x12\x12\n\npool_bytes\x18\x04 \x01(\x04\"C\n\tShmAttach\x12\x0e\n\x06secret\x18\x01 \x01(\x0c\x12&\n\x08instance\x18\x02 \x01(\x0b\x32\x14.pd_grpc.v1.Instance\".\n\x07ShmPool\x12\x0f\n\x07pool_id\x18\x01 \x01(\x0c\x12\x12\n\npool_bytes\x18\x02 \x01(\x04\"-\n\x08ShmState\x12\x0f\n\x07pool_id\x18\x01 \x01(\x0c\x12\x10\n\x08\x61ttached\x18\x02 \x01(\x08\"-\n\tShmTarget\x12 \n\x04runs\x18\x01 \x03(\x0b\x32\x12.pd_grpc.v1.ShmRun\"\'\n\x06ShmRun\x12\r\n\x05start\x18\x01 \x01(\r\x12\x0e\n\x06\x62locks\x18\x02 \x03(\rb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -38,12 +38,10 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_SHMATTACH']._serialized_end=208
   _globals['_SHMPOOL']._serialized_start=210
   _globals['_SHMPOOL']._serialized_end=256
-  _globals['_SHMATTACHED']._serialized_start=258
-  _globals['_SHMATTACHED']._serialized_end=288
-  _globals['_SHMDETACHED']._serialized_start=290
-  _globals['_SHMDETACHED']._serialized_end=320
-  _globals['_SHMTARGET']._serialized_start=322
-  _globals['_SHMTARGET']._serialized_end=367
-  _globals['_SHMRUN']._serialized_start=369
-  _globals['_SHMRUN']._serialized_end=408
+  _globals['_SHMSTATE']._serialized_start=258
+  _globals['_SHMSTATE']._serialized_end=303
+  _globals['_SHMTARGET']._serialized_start=305
+  _globals['_SHMTARGET']._serialized_end=350
+  _globals['_SHMRUN']._serialized_start=352
+  _globals['_SHMRUN']._serialized_end=391
 # @@protoc_insertion_point(module_scope)

@@ -35,17 +35,13 @@ class ShmPool(_message.Message):
     pool_bytes: int
     def __init__(self, pool_id: _Optional[bytes] = ..., pool_bytes: _Optional[int] = ...) -> None: ...
 
-class ShmAttached(_message.Message):
-    __slots__ = ("pool_id",)
+class ShmState(_message.Message):
+    __slots__ = ("pool_id", "attached")
     POOL_ID_FIELD_NUMBER: _ClassVar[int]
+    ATTACHED_FIELD_NUMBER: _ClassVar[int]
     pool_id: bytes
-    def __init__(self, pool_id: _Optional[bytes] = ...) -> None: ...
-
-class ShmDetached(_message.Message):
-    __slots__ = ("pool_id",)
-    POOL_ID_FIELD_NUMBER: _ClassVar[int]
-    pool_id: bytes
-    def __init__(self, pool_id: _Optional[bytes] = ...) -> None: ...
+    attached: bool
+    def __init__(self, pool_id: _Optional[bytes] = ..., attached: bool = ...) -> None: ...
 
 class ShmTarget(_message.Message):
     __slots__ = ("runs",)

@@ -186,13 +186,21 @@ class _at:
     endpoint: str
 
 
-def mapped_pools() -> int:
-    """How many pools this process has mapped."""
-    return Path("/proc/self/maps").read_text().count("/memfd:pd-grpc-kv")
+def pool_of(pid: int) -> str:
+    """The inode of a decode's pool, as /proc shows it."""
+    for fd in Path(f"/proc/{pid}/fd").iterdir():
+        if fd.readlink().name.startswith("memfd:pd-grpc-kv"):
+            return str(fd.stat().st_ino)
+    raise AssertionError("it has none")
+
+
+def maps(inode: str) -> bool:
+    """Whether this process has it mapped."""
+    lines = Path("/proc/self/maps").read_text().splitlines()
+    return any(line.split()[4] == inode for line in lines)
 
 
 async def test_a_prefill_lets_go_of_the_memory_of_a_killed_decode() -> None:
-    before = mapped_pools()
     command = (sys.executable, "-m", "pd_grpc.servers.decode", *SIM, "--transports", "shm,inline")
     async with running() as cluster:
         p = await cluster.prefill(transports=SHARED)
@@ -206,7 +214,8 @@ async def test_a_prefill_lets_go_of_the_memory_of_a_killed_decode() -> None:
             served = await cluster.run(p, _at(d), request_to(d))  # type: ignore[arg-type]
             assert [leg.fault for leg in served] == [None, None]
             assert served[1].tokens == answer_to(request_to(d))
-            assert mapped_pools() == before + 1
+            pool = pool_of(process.pid)
+            assert maps(pool)
             request = request_to(d, tokens=200, random_seed=5)
             legs = asyncio.create_task(cluster.run(p, _at(d), request))  # type: ignore[arg-type]
             await until(lambda: bool(p.machine.requests.in_flight))
@@ -215,4 +224,4 @@ async def test_a_prefill_lets_go_of_the_memory_of_a_killed_decode() -> None:
             await process.wait()
         for leg in await legs:
             assert leg.fault is not None
-        await until(lambda: mapped_pools() == before)
+        await until(lambda: not maps(pool))

@@ -311,6 +311,7 @@ async def test_a_pool_of_other_blocks_is_not_written_to(lent: LentPool) -> None:
     larger = dataclasses.replace(LAYOUT, block_size=3)
     with pytest.raises(Unreachable, match="are not blocks of"):
         await borrow(lent.shard, P, larger)
+    await until(lambda: lent.news == [CAME, WENT])
 
 
 async def test_the_pool_can_neither_shrink_nor_grow(lent: LentPool) -> None:

@@ -51,11 +51,14 @@ async def _handshake(
         if (pool.pool_id, pool.pool_bytes) != (shard.pool_id, shard.pool_bytes):
             raise NotOurs("another pool came than the one meant")
         mapping = PoolMapping(fd, pool.pool_bytes, layout)
+    except NotOurs:
+        _detach(sock, shard.pool_id)
+        raise
     finally:
         os.close(fd)
     try:
-        await send(sock, shm_pb2.ShmAttached(pool_id=shard.pool_id))
-        await receive(sock, shm_pb2.ShmAttached)
+        await send(sock, shm_pb2.ShmState(pool_id=shard.pool_id, attached=True))
+        await receive(sock, shm_pb2.ShmState)
     except BaseException:
         mapping.close()
         _detach(sock, shard.pool_id)
@@ -64,9 +67,9 @@ async def _handshake(
 
 
 def _detach(sock: socket.socket, pool_id: bytes) -> None:
-    """Say that the pool is unmapped. A D that cannot be told is gone, and its pool with it."""
+    """Say that the pool is not mapped. A D that cannot be told is gone, and its pool with it."""
     with contextlib.suppress(OSError):
-        sock.send(shm_pb2.ShmDetached(pool_id=pool_id).SerializeToString())
+        sock.send(shm_pb2.ShmState(pool_id=pool_id).SerializeToString())
     sock.close()
 
 

@@ -126,14 +126,11 @@ class Lender:
     async def _until_detached(self, sock: socket.socket) -> bool:
         """True when P says that it has let go, False when it can say nothing any more."""
         try:
-            attached = await receive(sock, shm_pb2.ShmAttached)
-            if attached.pool_id != self.shard.pool_id:
-                return False
-            await send(sock, shm_pb2.ShmAttached(pool_id=self.shard.pool_id))
-            detached = await receive(sock, shm_pb2.ShmDetached)
+            while (said := await receive(sock, shm_pb2.ShmState)).attached:
+                await send(sock, said)
         except Ended:
             return False
-        return detached.pool_id == self.shard.pool_id
+        return said.pool_id == self.shard.pool_id
 
     def _count(self, writer: _Writer, change: int) -> None:
         before = self._writers[writer]
