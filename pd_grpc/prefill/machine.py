@@ -159,14 +159,14 @@ class PrefillMachine:
             ended = self.requests.get(event.key)
             self.handover.completed(event.key, event.shard, now)
             if ended is not None:
-                self.placement.writes_over(ended, now)
+                self.placement.writing.over(ended, now)
         elif isinstance(event, ev.TransferBroken):
             self.handover.broken(event, now)
         elif isinstance(event, ev.TransferClosed):
             ended = self.requests.get(event.key)
             self.handover.closed(event.key, event.shard)
             if ended is not None:
-                self.placement.writes_over(ended, now)
+                self.placement.writing.over(ended, now)
         elif isinstance(event, ev.FirstTokenAnswered):
             self._first_token_answered(event, now)
         elif isinstance(event, ev.ReleaseAnswered):
@@ -314,7 +314,7 @@ class PrefillMachine:
         self.compute.forget(record)
         self.compute.learn(record, state, fault, now)
         self.requests.end(record, state, fault, now)
-        self.placement.writes_over(record, now)
+        self.placement.writing.over(record, now)
 
     # --- the operator --------------------------------------------------------------------------
 

@@ -25,8 +25,9 @@ from pd_grpc.prefill.prepare import PrepareLimits, PreparePool
 from pd_grpc.prefill.releases import Releases
 from pd_grpc.prefill.requests import Requests
 from pd_grpc.prefill.sessions import DecodeSession, Phase
-from pd_grpc.prefill.states import PrefillRecord, PrefillState, Stream
+from pd_grpc.prefill.states import PrefillRecord, PrefillState
 from pd_grpc.prefill.validation import ModelLimits
+from pd_grpc.prefill.writing import Writing
 from pd_grpc.protocol.config import PrefillConfig
 from pd_grpc.protocol.faults import RETRY_AFTER_S, Fault, Reason, not_meant
 from pd_grpc.protocol.messages import duration, seconds
@@ -57,6 +58,7 @@ class Placement:
         self.pool = PreparePool(PrepareLimits.of(config), Random(instance.epoch).random)
         self.conversations = Conversations(requests, config, instance, limits, self, fail, carriers)
         self.releases = Releases(requests, config, self.conversations)
+        self.writing = Writing(self.conversations, self.releases)
         self._requests = requests
         self._config = config
         self._limits = limits
@@ -90,7 +92,7 @@ class Placement:
             # Asked or not, D may have the client's leg, which waits for this transfer.
             self._release(record, cause, now)
         elif record.asking:
-            self._asked_in_vain(record, now)
+            self.writing.asked_in_vain(record, now)
         over = cause is not None and cause.reason is Reason.STAGE_DEADLINE
         if record.asking and over and self._may_outlast(record.target.endpoint, now):
             # The release ends the wait on a D that lives. Of one that does not, the call's own
@@ -359,45 +361,10 @@ class Placement:
         if session is None or not session.session_id:
             return
         epoch = record.asked_epoch or session.instance.epoch
-        stopped = not self._may_write(record)
-        record.stop_told = record.stop_told or stopped
+        stopped = self.writing.stopped(record)
         self.releases.give_back(
             record.key, session.endpoint, session.session_id, epoch, cause, now, stopped
         )
-
-    def writes_over(self, record: PrefillRecord, now: float) -> None:
-        """Tell D that nothing more is written to the blocks of a request that has ended, where P
-        does the writing, and D has not heard it. A D with which there is no session hears that its
-        memory was let go of."""
-        grant = record.grant
-        if grant is None or record.stop_told or not record.state.terminal:
-            return
-        if not self.conversations.carriers.writes(grant.transport) or self._may_write(record):
-            return
-        record.stop_told = True
-        done = record.streams and all(s is Stream.COMPLETED for s in record.streams.values())
-        session = self.conversations.get(grant.endpoint)
-        if done or session is None or session.phase is Phase.IDLE:
-            return
-        epoch = grant.decode.epoch
-        self.releases.stopped(record.key, grant.endpoint, session.session_id, epoch, now)
-
-    def _asked_in_vain(self, record: PrefillRecord, now: float) -> None:
-        """D has ended a transfer whose grant may be on its way: where P would have written by it, D
-        must hear that nothing will be."""
-        session = self.conversations.get(record.target.endpoint)
-        if session is None or session.phase is Phase.IDLE:
-            return
-        if self.conversations.carriers.writes(session.welcome.transport):
-            epoch = record.asked_epoch
-            self.releases.stopped(record.key, session.endpoint, session.session_id, epoch, now)
-
-    def _may_write(self, record: PrefillRecord) -> bool:
-        """Whether a stream of ours may yet write into D's memory."""
-        grant = record.grant
-        if grant is None or not self.conversations.carriers.writes(grant.transport):
-            return False
-        return any(stream.uses_blocks for stream in record.streams.values())
 
     def _release_late(self, asked: SendAllocate, now: float) -> None:
         """A grant came for a request that has gone on without it."""

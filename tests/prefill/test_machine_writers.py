@@ -228,6 +228,23 @@ def test_a_lost_d_hears_that_its_memory_was_let_go_of_and_no_release(world: Worl
     assert stops(world) == []
 
 
+def test_a_d_that_granted_in_vain_before_is_no_word_to_the_one_that_is_written_to(
+    world: World,
+) -> None:
+    """The first D does not answer, and is told that nothing will be written; the second is."""
+    call = world.call(tokens=12, decodes=(D1, D2))
+    world.connect(transport=SHM)
+    world.refuse(GONE)
+    assert stops(world) == [True]
+    world.connect(D2, transport=SHM)
+    world.grant(transport=SHM)
+    world.feed(ev.PrefillCallEnded(call))
+    assert stops(world) == [True, False]
+    close(world)
+    world.answer_release()
+    assert stops(world) == [True, False, True]
+
+
 def test_a_stream_that_may_be_opened_again_has_not_stopped(world: World) -> None:
     call = computing(world)
     world.feed(ev.TransferBroken(KEY, 0, GONE))

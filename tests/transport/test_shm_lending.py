@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import errno
 import os
 import signal
 import socket
@@ -20,7 +21,7 @@ from pd_grpc.engine.memory import HostKvMemory
 from pd_grpc.engine.pool_buffer import PoolBuffer
 from pd_grpc.transport.base import NotUsable, ReceiveSide, Unreachable
 from pd_grpc.transport.shm import borrower as borrowing
-from pd_grpc.transport.shm import lender
+from pd_grpc.transport.shm import lender, peers
 from pd_grpc.transport.shm.borrower import borrow
 from pd_grpc.transport.shm.peers import Stranger
 from pd_grpc.transport.shm.receive import ShmReceive
@@ -145,7 +146,13 @@ async def test_a_process_that_has_it_twice_is_a_writer_until_both_are_gone(lent:
     third.forget()
 
 
-async def test_a_process_killed_with_the_pool_is_gone_and_leaves_nothing(lent: LentPool) -> None:
+@pytest.mark.parametrize("kernel_tells", [True, False])
+async def test_a_process_killed_with_the_pool_is_gone_and_leaves_nothing(
+    lent: LentPool, kernel_tells: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the socket's own pidfd, and by that of the process's number, as before Linux 6.5."""
+    if not kernel_tells:
+        monkeypatch.setattr(peers, "_SO_PEERPIDFD", 9999)
     shm = in_dev_shm()
     async with borrower(lent) as process:
         assert await process.line() == "attached"
@@ -231,6 +238,28 @@ async def test_a_process_that_cannot_be_watched_gets_nothing(
     with pytest.raises(Unreachable, match=_TURNED_AWAY):
         await borrow(lent.shard, P, LAYOUT)
     assert lent.news == []
+
+
+async def test_a_lender_without_descriptors_serves_once_it_has_some(
+    lent: LentPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lender, "ACCEPT_AGAIN_S", 0.001)
+    loop = asyncio.get_running_loop()
+    right, refused = loop.sock_accept, 0
+
+    async def accept(listener: socket.socket) -> tuple[socket.socket, object]:
+        nonlocal refused
+        if refused < 3:
+            refused += 1
+            raise OSError(errno.EMFILE, "Too many open files")
+        return await right(listener)
+
+    # The first is accepted by a call that waits already.
+    (await borrow(lent.shard, P, LAYOUT)).forget()
+    monkeypatch.setattr(loop, "sock_accept", accept)
+    for _ in range(2):
+        (await borrow(lent.shard, P, LAYOUT)).forget()
+    assert refused == 3
 
 
 async def test_a_silent_lender_is_out_of_reach(monkeypatch: pytest.MonkeyPatch) -> None:

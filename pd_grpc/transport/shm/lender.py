@@ -25,6 +25,7 @@ from pd_grpc.v1 import shm_pb2
 
 MOST_BORROWERS = 1024
 """Connections at once; each takes two descriptors."""
+ACCEPT_AGAIN_S = 0.1
 _BACKLOG = 64
 _Writer = tuple[str, int]
 
@@ -53,7 +54,7 @@ class Lender:
         self._listener = unix_socket()
         self._listener.bind(address(self.shard.socket))
         self._listener.listen(_BACKLOG)
-        self._spawn_accepting(self._listener)
+        self._keep(asyncio.create_task(self._accept(self._listener), name="pd-shm-accept"))
 
     async def stop(self) -> None:
         """Lend to nobody any more, and forget who has borrowed."""
@@ -65,13 +66,15 @@ class Lender:
             self._listener.close()
             self._listener = None
 
-    def _spawn_accepting(self, listener: socket.socket) -> None:
-        self._keep(asyncio.create_task(self._accept(listener), name="pd-shm-accept"))
-
     async def _accept(self, listener: socket.socket) -> None:
         loop = asyncio.get_running_loop()
         while True:
-            sock, _ = await loop.sock_accept(listener)
+            try:
+                sock, _ = await loop.sock_accept(listener)
+            except OSError:
+                # As when there are no descriptors left: who waits is served once there are.
+                await asyncio.sleep(ACCEPT_AGAIN_S)
+                continue
             if len(self._tasks) > MOST_BORROWERS:
                 sock.close()
             else:
