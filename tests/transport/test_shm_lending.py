@@ -160,7 +160,8 @@ async def test_a_process_killed_with_the_pool_is_gone_and_leaves_nothing(
         assert lent.block(3) == bytes([7]) * SIZE
         process.running.send_signal(signal.SIGKILL)
         await until(lambda: lent.news == [CAME, WENT])
-    assert in_dev_shm() == shm
+    # Others of this machine may put what they like there.
+    assert not [name for name in in_dev_shm() - shm if "pd-grpc-kv" in name]
 
 
 async def test_a_stopped_process_is_not_gone(lent: LentPool) -> None:
