@@ -67,8 +67,9 @@ def generate(
             trace_id = generation.trace_id
             answer = _stream(generation, quiet=as_json)
     except (Fault, TransportFault) as error:
-        whose = f" (trace {trace_id})" if trace_id else ""
-        say_error(describe(error, endpoint) + whose)
+        say_error(describe(error, endpoint))
+        if isinstance(error, Fault):  # Somebody has heard of it.
+            say_error(f"its trace is {trace_id}")
         if with_trace and trace_id and not as_json:
             _show_trace(endpoint, trace_id)
         raise typer.Exit(EXIT_FAILED) from error
