@@ -24,7 +24,13 @@ from pd_grpc.router.server import RouterServer, start_router
 from pd_grpc.v1 import admin_pb2, admin_pb2_grpc, inference_pb2_grpc
 from tests.waiting import until
 
-SIM: dict[str, Any] = {"engine": "sim", "num_blocks": 256, "chunk_tokens": 64}
+SIM: dict[str, Any] = {
+    "engine": "sim",
+    "num_blocks": 256,
+    "chunk_tokens": 64,
+    # Most tests look at the bytes of chunks; those of another transport name it.
+    "transports": ("inline",),
+}
 
 
 @dataclass

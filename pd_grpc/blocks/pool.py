@@ -108,6 +108,14 @@ class Holding:
             raise ValueError(f"quarantined blocks of {self._owner!r} cannot grow")
         self._pool._grow(self, n)
 
+    def split(self, n: int) -> Holding:
+        """Hand the first `n` blocks over to a new holding of the same owner and state, and keep the
+        others. ValueError, changing nothing, when it has fewer."""
+        self._check_live()
+        if not 0 <= n <= len(self._blocks):
+            raise ValueError(f"n: {self._owner!r} has {len(self._blocks)} blocks, not {n}")
+        return self._pool._split(self, n)
+
     def quarantine(self) -> None:
         """Keep the blocks from being reused until a writer is known to have stopped."""
         self.move(BlockState.QUARANTINED)
@@ -290,6 +298,16 @@ class BlockPool:
         if self._on_evict is not None:
             self._on_evict(block)
         return block
+
+    def _split(self, holding: Holding, n: int) -> Holding:
+        first = Holding(self, holding.blocks[:n], holding.state, holding.owner)
+        for block in first.blocks:
+            self._holders[block].remove(holding)
+            self._holders[block].append(first)
+        # A new list, as in `_release`.
+        holding._blocks = holding.blocks[n:]
+        self._live.add(first)
+        return first
 
     def _move(self, holding: Holding, state: BlockState) -> None:
         holding._state = state

@@ -7,7 +7,8 @@ from pd_grpc.decode.actions import RunStep, SetReady, StepPlan, TokenOut
 from pd_grpc.decode.deadlines import OfServer
 from pd_grpc.decode.events import StepDone, StepFailed
 from pd_grpc.decode.handoff import HandOff
-from pd_grpc.decode.ledger import ENGINE, Ledger, hold_as
+from pd_grpc.decode.ledger import Ledger, hold_as
+from pd_grpc.decode.quarantine import ENGINE
 from pd_grpc.decode.states import DecodeState
 from pd_grpc.decode.transfer import Transfer
 from pd_grpc.engine.base import PrefillChunk, Sampled

@@ -34,10 +34,10 @@ from pd_grpc.protocol.faults import (
     read_status,
     stage_deadline,
 )
-from pd_grpc.protocol.messages import duration, seconds
+from pd_grpc.protocol.messages import duration, plain_transport, seconds
 from pd_grpc.protocol.refs import key_of
 from pd_grpc.protocol.sampling import FieldError
-from pd_grpc.v1 import decode_pb2, layout_pb2, types_pb2
+from pd_grpc.v1 import decode_pb2, types_pb2
 
 
 class PrefillDesk:
@@ -48,14 +48,10 @@ class PrefillDesk:
         ledger: Ledger,
         handoff: HandOff,
         limits: Limits,
-        shards: list[layout_pb2.Shard],
-        transport: layout_pb2.Transport = layout_pb2.TRANSPORT_INLINE,
     ) -> None:
         self._ledger = ledger
         self._handoff = handoff
         self._limits = limits
-        self._shards = shards
-        self._transport = transport
 
     # Allocate
 
@@ -236,14 +232,15 @@ class PrefillDesk:
         assert leg is not None
         answer = decode_pb2.AllocateResponse(
             grant_id=transfer.grant_id,
-            transport=self._transport,
+            transport=plain_transport(transfer.carrier.transport),
             lease=duration(self._ledger.config.lease_s),
         )
         if leg.request.kv_needed:
             for start, count in self._ledger.reuse.wanted(transfer):
                 answer.wanted.add(start=start, count=count)
             answer.cached_tokens = transfer.cached_tokens
-            answer.shards.extend(self._shards)
+            shards = self._ledger.sessions.shards
+            answer.shards.extend(transfer.carrier.shard(shard) for shard in shards)
         return answer
 
     def _owned(self, transfer: Transfer, session: Session) -> None:
@@ -328,9 +325,11 @@ class PrefillDesk:
         key = key_of(request.ref)
         cause = read_status(request.cause) if request.cause.code else None
         fault = _as_fault(cause)
+        stopped = request.writes_stopped and ledger.quarantine.prefill_stopped(key, session.owner)
         ended = ledger.tombstones.get(key, ledger.now)
         if ended is not None:
-            ledger.late()
+            if not stopped:
+                ledger.late()
             return ended.state.wire
         transfer = ledger.of_key(key)
         if transfer is None:
@@ -341,6 +340,8 @@ class PrefillDesk:
             return transfer.state.wire
         state = DecodeState.RELEASED if fault is None else DecodeState.FAILED
         ledger.end(transfer, state, fault, tell_prefill=False)
+        if request.writes_stopped:
+            ledger.quarantine.prefill_stopped(key, session.owner)
         return state.wire
 
 

@@ -58,10 +58,16 @@ class PrefixReuse:
 
     def keep(self, transfer: Transfer) -> None:
         """Let others find the whole blocks of a transfer whose KV is in place: every layer of it
-        verified, or computed here. Without a client's leg it keeps nothing yet."""
+        verified and no sender at it any more, or computed here. Without a client's leg it keeps
+        nothing yet."""
         client, holding = transfer.client, transfer.holding
         whole = transfer.kv_tokens // self._block_size
-        if client is None or holding is None or whole <= transfer.kept_blocks:
+        if (
+            transfer.written_to
+            or client is None
+            or holding is None
+            or whole <= transfer.kept_blocks
+        ):
             return
         self._cache.add(
             self.names(transfer, transfer.kv_tokens), holding.blocks, transfer.kept_blocks

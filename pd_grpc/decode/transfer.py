@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from pd_grpc.blocks.pool import Holding
 from pd_grpc.decode.actions import TokenOut
+from pd_grpc.decode.carrier import INLINE_CARRIER, Carrier
 from pd_grpc.decode.states import STAGES, DecodeState
 from pd_grpc.engine.stopping import Finish, StopRule
 from pd_grpc.protocol.block_hashes import BlockChain
@@ -59,7 +60,7 @@ class Transfer:
     `kept_blocks` are known to the prefix cache, or equal to some that are. `cached_tokens` is how
     many leading tokens it found there when it was granted, `computed_tokens` how many P says it
     had to compute. `granted_at` is when it got its blocks, if it needs any. `computed_from` is when
-    the first chunk of a local prefill entered the engine.
+    the first chunk of a local prefill entered the engine. `carrier` is how its KV comes.
     """
 
     key: TransferKey
@@ -74,6 +75,7 @@ class Transfer:
     local: bool = False
     holding: Holding | None = None
     receiving: bool = False
+    carrier: Carrier = INLINE_CARRIER
     first: decode_pb2.FirstToken | None = None
     kv_complete: bool = False
     kv_tokens: int = 0
@@ -93,6 +95,14 @@ class Transfer:
             return self.prefill.request.max_new_tokens
         assert self.client is not None
         return self.client.sampling.max_tokens - len(self.client.generated)
+
+    @property
+    def written_to(self) -> bool:
+        """Whether KV that a sender has may still land in its blocks. Only what completes the KV
+        ends that: the sender's End, by which a one-sided writer says that it writes no more, while
+        acknowledgements of every layer do not. Until then nothing of it is kept for others, and if
+        the transfer ends before, its blocks are the quarantine's."""
+        return self.receiving and not self.kv_complete
 
     @property
     def handed_off(self) -> bool:

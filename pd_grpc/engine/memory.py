@@ -14,8 +14,11 @@ class HostKvMemory:
     layer of it another.
     """
 
-    def __init__(self, buffer: bytearray | memoryview, layout: KvLayout) -> None:
-        """`buffer` holds a whole number of blocks of `layout`, at least one; ValueError if not."""
+    def __init__(
+        self, buffer: bytearray | memoryview, layout: KvLayout, shared_fd: int | None = None
+    ) -> None:
+        """`buffer` holds a whole number of blocks of `layout`, at least one; ValueError if not.
+        `shared_fd` is the memfd that it maps, if it does; it stays the caller's."""
         view = memoryview(buffer).cast("B")
         if not view.nbytes or view.nbytes % layout.block_bytes:
             raise ValueError(
@@ -25,10 +28,15 @@ class HostKvMemory:
         self._view = view
         self._layout = layout
         self._num_blocks = view.nbytes // layout.block_bytes
+        self._shared_fd = shared_fd
 
     @property
     def num_blocks(self) -> int:
         return self._num_blocks
+
+    @property
+    def shared_fd(self) -> int | None:
+        return self._shared_fd
 
     def read(self, blocks: Sequence[int], group: int, layer: int, layers: int) -> list[memoryview]:
         offset, size = self._slice(group, layer, layers)

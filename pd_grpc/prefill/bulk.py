@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any
 
 from pd_grpc.prefill import events as ev
@@ -18,12 +18,14 @@ from pd_grpc.prefill.sender import TransferSender
 from pd_grpc.protocol.clock import Clock
 from pd_grpc.protocol.faults import Code, Fault, Reason, TransportFault
 from pd_grpc.protocol.layout import KvLayout
+from pd_grpc.protocol.messages import plain_transport
 from pd_grpc.protocol.posting import post
 from pd_grpc.protocol.refs import TransferKey
 from pd_grpc.protocol.unforeseen import defect
 from pd_grpc.telemetry.instance_log import InstanceLog
 from pd_grpc.telemetry.log_events import Event
 from pd_grpc.transport.base import SendStream, SendTransport, Slab
+from pd_grpc.v1 import decode_pb2
 
 Report = Callable[[ev.Event], None]
 Metadata = Sequence[tuple[str, str]]
@@ -36,15 +38,15 @@ class BulkSender:
     def __init__(
         self,
         layout: KvLayout,
-        transport: SendTransport,
+        transports: Mapping[int, SendTransport],
         chunk_bytes: int,
         clock: Clock,
         report: Report,
         log: InstanceLog | None = None,
     ) -> None:
-        """`report` is called on the bulk thread."""
+        """`transports` by their value on the wire; `report` is called on the bulk thread."""
         self._layout = layout
-        self._transport = transport
+        self._transports = transports
         self._chunk_bytes = chunk_bytes
         self._clock = clock
         self._report = report
@@ -75,7 +77,16 @@ class BulkSender:
 
     def forget(self, endpoint: str) -> None:
         """Nothing more goes to a shard."""
-        self._post(self._transport.forget, endpoint)
+        for transport in self._transports.values():
+            self._post(transport.forget, endpoint)
+
+    async def reach(self, welcome: decode_pb2.Welcome) -> None:
+        """Get ready to send by the transport that a D has chosen. Unreachable when that cannot be;
+        from any loop."""
+        transport = self._transports.get(plain_transport(welcome.transport))
+        if transport is not None:
+            ready = transport.reach(welcome.shards, welcome.instance)
+            await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(ready, self._loop))
 
     def stop(self) -> None:
         """End every stream and the thread. Blocks until both are gone."""
@@ -94,7 +105,7 @@ class BulkSender:
                 action.key,
                 action.shard,
                 sender,
-                self._transport,
+                self._transports,
                 self._clock,
                 self._tell,
                 self._log,
@@ -151,7 +162,8 @@ class BulkSender:
             self._spawn(transfer.close())
         while self._tasks:
             await asyncio.wait(list(self._tasks))
-        await self._transport.stop()
+        for transport in self._transports.values():
+            await transport.stop()
 
     def _post(self, function: Callable[..., object], *args: Any) -> None:
         post(self._loop, function, *args)
@@ -172,7 +184,7 @@ class _Transfer:
         key: TransferKey,
         shard: int,
         sender: TransferSender,
-        transport: SendTransport,
+        transports: Mapping[int, SendTransport],
         clock: Clock,
         tell: Report,
         log: InstanceLog,
@@ -180,7 +192,7 @@ class _Transfer:
         self._key = key
         self._shard = shard
         self._sender = sender
-        self._transport = transport
+        self._transports = transports
         self._clock = clock
         self._tell = tell
         self._log = log
@@ -196,7 +208,8 @@ class _Transfer:
         """Begin a stream."""
         self._streams += 1
         self._sender.opening(self._clock.now())
-        self._stream = self._transport.open(
+        transport = self._transports[plain_transport(action.open.transport)]
+        self._stream = transport.open(
             action.endpoint, action.open, self, action.timeout_s, metadata
         )
         self._more.clear()

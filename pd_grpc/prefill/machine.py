@@ -7,6 +7,7 @@ from pd_grpc.blocks.prefix_cache import PrefixCache
 from pd_grpc.engine.base import Sampled, Tokenizer
 from pd_grpc.prefill import events as ev
 from pd_grpc.prefill.actions import Action, Drained, FailCall, FinishCall
+from pd_grpc.prefill.carriers import INLINE_ALONE, Carriers
 from pd_grpc.prefill.compute import Compute
 from pd_grpc.prefill.handover import Handover
 from pd_grpc.prefill.placement import Placement
@@ -40,6 +41,7 @@ class PrefillMachine:
         limits: ModelLimits,
         pool: BlockPool,
         tokenizer: Tokenizer,
+        carriers: Carriers = INLINE_ALONE,
     ) -> None:
         self.instance = instance
         self.pool = pool
@@ -58,6 +60,7 @@ class PrefillMachine:
             fail=self._fail,
             granted=lambda record: self.compute.ready(record),
             session_up=lambda record, now: self.handover.session_up(record, now),
+            carriers=carriers,
         )
         self.conversations = self.placement.conversations
         self.handover = Handover(
@@ -148,6 +151,8 @@ class PrefillMachine:
             self.conversations.message(event, now)
         elif isinstance(event, ev.SessionBroken):
             self.conversations.broken(event, now)
+        elif isinstance(event, ev.TransportFailed):
+            self.conversations.transport_failed(event, now)
         elif isinstance(event, ev.AllocateAnswered):
             self.placement.answered(event, now)
         elif isinstance(event, ev.StepDone):
@@ -159,11 +164,17 @@ class PrefillMachine:
         elif isinstance(event, ev.TransferReopened):
             self.handover.silence.reached(event.key)
         elif isinstance(event, ev.TransferCompleted):
+            ended = self.requests.get(event.key)
             self.handover.completed(event.key, event.shard, now)
+            if ended is not None:
+                self.placement.writing.over(ended, now)
         elif isinstance(event, ev.TransferBroken):
             self.handover.broken(event, now)
         elif isinstance(event, ev.TransferClosed):
+            ended = self.requests.get(event.key)
             self.handover.closed(event.key, event.shard)
+            if ended is not None:
+                self.placement.writing.over(ended, now)
         elif isinstance(event, ev.FirstTokenAnswered):
             self._first_token_answered(event, now)
         elif isinstance(event, ev.ReleaseAnswered):
@@ -312,6 +323,7 @@ class PrefillMachine:
         self.compute.forget(record)
         self.compute.learn(record, state, fault, now)
         self.requests.end(record, state, fault, now)
+        self.placement.writing.over(record, now)
 
     # --- the operator --------------------------------------------------------------------------
 

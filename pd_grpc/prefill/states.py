@@ -141,6 +141,8 @@ class PrefillRecord:
     asked_epoch: int = 0
     """Epoch of the D that the last Allocate meant."""
     grant: Grant | None = None
+    transport: int = 0
+    """By which its KV goes, once a stream was opened; unspecified before, and for inline."""
     holding: Holding | None = None
     in_step: bool = False
     """Whether the engine's present step writes into its blocks."""
@@ -167,6 +169,8 @@ class PrefillRecord:
     first_token_until: float | None = None
     """When D is given up, once a SendFirstToken was lost in this session."""
     first_token_delivered: bool = False
+    stop_told: bool = False
+    """Whether D has been told, or need not be, that nothing more is written to its blocks."""
     fault: Fault | None = None
 
     @property

@@ -75,6 +75,7 @@ ATTR_BLOCK_START: Final = "pd.block_start"
 ATTR_BLOCK_COUNT: Final = "pd.block_count"
 # Of `pd.send`: from the end of compute to the last acknowledgement, in seconds.
 ATTR_EXPOSED_S: Final = "pd.exposed_s"
+ATTR_TRANSPORT: Final = "pd.transport"
 
 # P's prepare pool; the first three by D.
 METRIC_PREPARE_IN_FLIGHT: Final = "pd.prepare.in_flight"
@@ -126,6 +127,7 @@ ATTR_GEN_AI_MODEL: Final = "gen_ai.request.model"
 # Labels of metrics.
 ATTR_METRIC_STAGE: Final = "stage"
 ATTR_METRIC_ROLE: Final = "role"
+ATTR_METRIC_TRANSPORT: Final = "transport"
 ATTR_METRIC_STATE: Final = "state"
 ATTR_METRIC_SIDE: Final = "side"
 ATTR_METRIC_DECISION: Final = "decision"

@@ -414,3 +414,26 @@ class PoolMachine(RuleBasedStateMachine):
 
 TestPoolAgainstModel = PoolMachine.TestCase
 TestPoolAgainstModel.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)
+
+
+def test_a_holding_is_split_without_a_block_changing_its_class(pool: BlockPool) -> None:
+    holding = pool.reserve(4, BlockState.DECODING, "r")
+    blocks = list(holding.blocks)
+    before = pool.counts()
+    first = holding.split(3)
+    assert (first.blocks, holding.blocks) == (blocks[:3], blocks[3:])
+    assert (first.owner, first.state) == ("r", BlockState.DECODING)
+    assert pool.counts() == before
+    pool.check()
+    holding.quarantine()
+    pool.check()
+    assert [pool.state_of(b).name for b in blocks] == ["DECODING"] * 3 + ["QUARANTINED"]
+    with pytest.raises(ValueError, match="has 3 blocks, not 4"):
+        first.split(4)
+    nothing = first.split(0)
+    for each in (nothing, first, holding):
+        each.release()
+    with pytest.raises(HoldingReleased):
+        first.split(0)
+    pool.check()
+    assert pool.free == pool.total

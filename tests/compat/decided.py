@@ -189,6 +189,8 @@ _RESERVED = "reserved in this version"
 _ONE_SHARD = "there is one shard, which holds everything"
 _ZERO = "the first of its kind, and there is one"
 
+_D_WRITES = "with INLINE D does the writing"
+
 NOT_SENT = {
     "Hello.shards": _ONE_SHARD,
     "Hello.hash_algorithm": "there is one, which empty means",
@@ -246,10 +248,12 @@ NOT_SENT = {
     "TransferOpen.shard_index": _ZERO,
     "KvChunk.group": _ZERO,
     "KvRange.group": _ZERO,
-    "KvChunk.descriptor": _RESERVED,
-    "MemoryDescriptor.kind": _RESERVED,
-    "MemoryDescriptor.device": _RESERVED,
-    "MemoryDescriptor.handle": _RESERVED,
+    "TransferOpened.target": _D_WRITES,
+    "TransferOpened.audit": _D_WRITES,
+    "KvChunk.descriptor": _D_WRITES,
+    "MemoryDescriptor.kind": _D_WRITES,
+    "MemoryDescriptor.device": _D_WRITES,
+    "MemoryDescriptor.handle": _D_WRITES,
 }
 """Fields that no peer of these scenes sets, and why."""
 
@@ -282,5 +286,5 @@ FUTURE = [
     replace(_LEAVES, field="ReleaseResponse.state"),
 ]
 """The same for enum fields with a value that nobody knows."""
-NEVER_AN_ENUM = {"RequestScope.direction": _RESERVED, "MemoryDescriptor.kind": _RESERVED}
+NEVER_AN_ENUM = {"RequestScope.direction": _RESERVED, "MemoryDescriptor.kind": _D_WRITES}
 """Enum fields whose message is not sent."""

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from pd_grpc.blocks.pool import BlockPool, BlockState
 from pd_grpc.decode import actions as act
 from pd_grpc.decode import events as ev
+from pd_grpc.decode.carrier import INLINE_CARRIER, Carrier
 from pd_grpc.decode.deadlines import OfTransfer, TransferTimer
 from pd_grpc.decode.machine import DecodeMachine, Model
 from pd_grpc.decode.sessions import Offer
@@ -48,7 +49,11 @@ class Harness:
     """
 
     def __init__(
-        self, num_blocks: int = 16, features: frozenset[str] = frozenset(), **settings: Any
+        self,
+        num_blocks: int = 16,
+        features: frozenset[str] = frozenset(),
+        carriers: Sequence[Carrier] = (INLINE_CARRIER,),
+        **settings: Any,
     ) -> None:
         settings = {"chunk_tokens": 2 * BLOCK, "max_batch": 8, "prefill_batch": 4, **settings}
         self.config = DecodeConfig(
@@ -82,6 +87,7 @@ class Harness:
             features=features,
             max_model_len=MAX_MODEL_LEN,
             timeouts=self.config,
+            carriers=carriers,
         )
         self.machine = DecodeMachine(
             self.config,
@@ -250,6 +256,8 @@ class Harness:
         self.pool.check()
         self.machine.ledger.cache.check()
         ledger = self.machine.ledger
+        for block in self.pool.kept():
+            assert self.pool.state_of(block) is not BlockState.QUARANTINED, "it may be found"
         for transfer in ledger.transfers.values():
             grant = transfer.grant_id
             assert not transfer.state.terminal
@@ -263,7 +271,7 @@ class Harness:
         assert {s: n for s, n in ledger.counts.items() if n and not s.terminal} == live
         holdings = {id(h) for h in self.pool.holdings()}
         known = {id(t.holding) for t in ledger.transfers.values() if t.holding is not None}
-        quarantined = {id(h) for h, _ in ledger._quarantine.values()}
+        quarantined = {id(h) for h in ledger.quarantine.holdings()}
         assert holdings == known | quarantined
         assert not known & quarantined
 

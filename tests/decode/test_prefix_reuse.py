@@ -39,9 +39,9 @@ def salted(salt: bytes) -> dict[str, Any]:
 class Asker:
     """A P that names its blocks, and the client of every request."""
 
-    def __init__(self, d: Harness) -> None:
+    def __init__(self, d: Harness, p: Prefill | None = None) -> None:
         self.d = d
-        self.p = Prefill(d)
+        self.p = p or Prefill(d)
         self._asked = 0
 
     def request(self, prompt: list[int], max_tokens: int = 3, **fields: Any) -> Request:

@@ -131,6 +131,23 @@ def test_a_range_again_after_all_is_complete_is_acknowledged() -> None:
     assert shard.events.count(ev.ReceiveCompleted("g")) == 1
 
 
+@pytest.mark.parametrize(
+    ("blocks", "layers"), [((0, 1), (0, 1)), ((0, 2), (0, 2)), ((1, 1), (1, 2)), ((0, 2), (0, 3))]
+)
+def test_a_range_that_overlaps_another_without_being_equal_is_refused_and_writes_nothing(
+    blocks: tuple[int, int], layers: tuple[int, int]
+) -> None:
+    shard = Shard()
+    stream = shard.stream()
+    shard.chunk(stream, (0, 2), (0, 1))
+    shard.chunk(stream, (1, 1), (1, 1))
+    before = bytes(shard.buffer)
+    shard.chunk(stream, blocks, layers)
+    assert shard.fault(stream).reason is Reason.BAD_REQUEST
+    assert "overlaps" in shard.told().message
+    assert bytes(shard.buffer) == before
+
+
 def test_a_reopened_stream_is_told_what_is_there_and_sends_the_rest() -> None:
     shard = Shard()
     stream = shard.stream()

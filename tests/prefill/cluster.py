@@ -35,6 +35,8 @@ from pd_grpc.v1 import (
 from tests.waiting import until
 
 SMALL: dict[str, object] = {
+    # What these tests look at are the bytes of chunks.
+    "transports": ("inline",),
     "engine": "sim",
     "block_size": 4,
     "num_blocks": 256,

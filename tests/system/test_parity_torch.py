@@ -23,6 +23,7 @@ from pd_grpc.engine.torch import TorchEngine
 from pd_grpc.protocol.config import EngineConfig, RouterConfig
 from pd_grpc.protocol.sampling import Sampling
 from pd_grpc.router.server import start_router
+from pd_grpc.v1 import layout_pb2
 from tests.cluster import Cluster, cluster
 from tests.system.asking import Reply, ask, request
 from tests.waiting import until
@@ -54,6 +55,7 @@ def another_pool(model: TorchEngine) -> Callable[[EngineConfig], Engine]:
             model.layout,
             config.num_blocks,
             model.max_model_len,
+            config.shares_pool,
         )
 
     return load
@@ -227,3 +229,30 @@ async def test_whatever_is_found_in_a_prefix_cache_the_answer_is_the_same(
         assert_alike(asked, meant, replies)
         spared = [reply.last.usage.cached_tokens for reply in replies]
         assert spared == [0, 0, 80, 160, 160, 176, 160, 48, 112, 160, 160, 176]
+
+
+@pytest.mark.asyncio(loop_scope="module")
+async def test_over_shared_memory_the_answer_is_that_of_one_server(
+    smollm2: TorchEngine, chats: list[list[int]], texts: dict[int, list[int]]
+) -> None:
+    async with cluster(
+        load=another_pool(smollm2),
+        engine="torch",
+        dtype="float32",
+        num_blocks=100,
+        chunk_tokens=CHUNK,
+        transports=("shm", "inline"),
+        decode_settings={"audit_every": 1},
+    ) as apart:
+        asked = greedy([texts[17], texts[129], chats[0]]) + seeded([texts[33]])
+        replies = await _ask_all(apart, asked, AT_ONCE)
+        (session,) = apart.prefills[0].machine.conversations.all()
+        assert session.welcome.transport == layout_pb2.TRANSPORT_SHM
+        config = RouterConfig(decode=(apart.decodes[0].endpoint,), aggregated=True)
+        router = await start_router(config, apart.decodes[0].engine.tokenizer())
+        await until(lambda: router.ready)
+        try:
+            together = Cluster(router, [], apart.decodes)
+            assert_alike(asked, await _ask_all(together, asked, 1), replies)
+        finally:
+            await router.stop(0.0)

@@ -15,11 +15,12 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 
 from pd_grpc.decode.receiver import Receiver
 from pd_grpc.engine.sim_reference import sim_answer
+from pd_grpc.protocol.block_hashes import BlockChain
 from pd_grpc.protocol.config import DecodeConfig
 from pd_grpc.protocol.faults import Reason
 from pd_grpc.protocol.sampling import Sampling
 from pd_grpc.telemetry import names
-from pd_grpc.v1 import types_pb2
+from pd_grpc.v1 import layout_pb2, types_pb2
 from tests.cluster import SIM, Cluster, cluster
 from tests.decode.wire import fault_of
 from tests.prefill.cluster import answer_to, request_to
@@ -81,6 +82,51 @@ async def test_whatever_is_found_the_answer_is_the_same(
     assert second.last.usage.cached_tokens == computed_from
     if not aggregated:
         assert watch.blocks == [5, -(-len(prompt) // BLOCK) - hit // BLOCK]
+
+
+@pytest.mark.parametrize("case", HITS)
+async def test_over_shared_memory_whatever_is_found_is_found_and_not_written_to(
+    case: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The answers are those of the sim model; so are those of who finds the first's blocks later,
+    and not a byte of them has changed."""
+    prompt, hit = HITS[case]
+    watch = Watch(monkeypatch)
+    shared: dict[str, Any] = {
+        "transports": ("shm", "inline"),
+        "decode_settings": {"audit_every": 1},
+    }
+    async with cluster(**shared) as running:
+        (d,), (p,) = running.decodes, running.prefills
+        await answer(running, PROMPT)
+        memory = d.engine.memory
+        whole = 0, 0, d.engine.layout.groups[0].layers
+        found = sorted(d.machine.ledger.cache.find(BlockChain(BLOCK).names(PROMPT, 5)))
+        assert len(found) == 5
+        before = b"".join(memory.read(found, *whole))
+        second = await answer(running, prompt)
+        assert b"".join(memory.read(found, *whole)) == before
+        again = await answer(running, PROMPT)
+        (session,) = p.machine.conversations.all()
+        assert session.welcome.transport == layout_pb2.TRANSPORT_SHM
+    assert second.last.usage.cached_tokens == min(hit, (len(prompt) - 1) // BLOCK * BLOCK)
+    assert again.last.usage.cached_tokens == 4 * BLOCK
+    assert watch.blocks == [5, -(-len(prompt) // BLOCK) - hit // BLOCK, 0]
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("blocks", [24, 256])
+async def test_over_shared_memory_families_answer_as_one_server_does(blocks: int) -> None:
+    """Hits, evictions and waits among blocks that P writes itself; those of the aggregated mode are
+    compared with the same model."""
+    asked = family(5, 60)
+    for aggregated in (False, True):
+        async with cluster(
+            aggregated=aggregated,
+            transports=("inline",) if aggregated else ("shm", "inline"),
+            decode_settings={"num_blocks": blocks, "audit_every": 2},
+        ) as running:
+            await _ask_at_once(running, asked, 8)
 
 
 @pytest.mark.parametrize("without", ["prefill", "decode"])

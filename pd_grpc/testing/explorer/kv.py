@@ -86,6 +86,10 @@ class TagMemory:
         self.shared = shared
 
     @property
+    def shared_fd(self) -> None:
+        """Nobody else writes to it."""
+
+    @property
     def num_blocks(self) -> int:
         """How many blocks there are."""
         return len(self.cells)
