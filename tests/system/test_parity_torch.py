@@ -231,7 +231,6 @@ async def test_whatever_is_found_in_a_prefix_cache_the_answer_is_the_same(
         assert spared == [0, 0, 80, 160, 160, 176, 160, 48, 112, 160, 160, 176]
 
 
-@pytest.mark.asyncio(loop_scope="module")
 async def test_over_shared_memory_the_answer_is_that_of_one_server(
     smollm2: TorchEngine, chats: list[list[int]], texts: dict[int, list[int]]
 ) -> None:
