@@ -122,8 +122,10 @@ class TelemetryScope:
     workloads: Mapping[str, Workload]
 
     @classmethod
-    def of(cls, quick: bool) -> TelemetryScope:
-        """All of it, or the same figures within two minutes."""
+    def of(cls, quick: bool, headline: bool = False) -> TelemetryScope:
+        """All of it, the headline alone, or the same figures in a few minutes."""
+        if headline:
+            return cls(False, {HEADLINE: WORKLOADS[HEADLINE]})
         if not quick:
             return cls(False, WORKLOADS)
         few: dict[str, dict[str, Any]] = {

@@ -103,7 +103,10 @@ def telemetry(
         Path | None, typer.Option("--json", metavar="FILE", help="Write the report as JSON.")
     ] = None,
     quick: Annotated[
-        bool, typer.Option("--quick", help="Every figure within two minutes, from far less.")
+        bool, typer.Option("--quick", help="Every figure within a few minutes, from far less.")
+    ] = False,
+    headline: Annotated[
+        bool, typer.Option("--headline", help="The workload of the headline alone, in full.")
     ] = False,
 ) -> None:
     """Compare the throughput of servers that are not observed with that of servers that export
@@ -116,7 +119,9 @@ def telemetry(
         from pd_grpc.cli.long_run import carry_out
     except ModuleNotFoundError as error:
         refuse(f"pd-grpc bench telemetry: it needs {error.name}: pip install 'pd-grpc[all]'")
-    scope = TelemetryScope.of(quick)
+    if quick and headline:
+        refuse("--quick and --headline exclude each other")
+    scope = TelemetryScope.of(quick, headline)
     carry_out("telemetry", lambda tell: bench_telemetry(scope, tell), json_file, FIGURES, faults_of)
 
 
