@@ -75,6 +75,16 @@ class TransferSender:
         self._completed = False
         self._heard_at: float | None = None
 
+    @property
+    def unacked_bytes(self) -> int:
+        """Payload bytes on their way on the open stream."""
+        return self._stream_bytes - self._stream_accepted if self._open else 0
+
+    @property
+    def window_bytes(self) -> int:
+        """What the shard lets be on its way on one stream."""
+        return self._window_bytes
+
     # --- what is known -------------------------------------------------------------------------
 
     def advance(self, group: int, layer: int, tokens: int) -> None:
