@@ -74,7 +74,7 @@ class Sending:
         assert self._channel is not None
         (table,) = tables
         region = self._pool.region(table)
-        method: Any = self._channel.stream_unary(_METHOD)
+        method: Any = self._channel.stream_unary(_METHOD, None, None)
         began = time.perf_counter()
         call = method(timeout=_LIMIT_S)
         for at in range(0, region.nbytes, MIB):
@@ -85,4 +85,4 @@ class Sending:
 
     async def stop(self) -> None:
         if self._channel is not None:
-            await self._channel.close()
+            await self._channel.close(None)

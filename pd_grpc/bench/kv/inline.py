@@ -5,29 +5,21 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Mapping, Sequence
-from functools import partial
 from typing import Any
 
-from pd_grpc.bench.kv.pool import LAYERS, LAYOUT, KvPool
+from pd_grpc.bench.kv.pool import LAYOUT, KvPool
+from pd_grpc.bench.kv.pushing import LIMIT_S, Pusher
 from pd_grpc.bench.kv.ways import Tables
 from pd_grpc.decode import actions as act
 from pd_grpc.decode import events as decode_ev
 from pd_grpc.decode.bulk import BulkServer
 from pd_grpc.decode.receiver import Receiver
 from pd_grpc.decode.transfer import Owner
-from pd_grpc.prefill import events as ev
-from pd_grpc.prefill.actions import OpenTransfer
-from pd_grpc.prefill.bulk import BulkSender
-from pd_grpc.protocol import rpc
 from pd_grpc.protocol.clock import SystemClock
 from pd_grpc.protocol.config import DecodeConfig, PrefillConfig
 from pd_grpc.protocol.faults import Fault, Reason
 from pd_grpc.protocol.refs import TransferKey
-from pd_grpc.transport.base import LayerRun, SendPlan
-from pd_grpc.transport.inline_sender import InlineTransport
-from pd_grpc.v1 import transfer_pb2, types_pb2
 
-_LIMIT_S = 60.0
 _EPOCH = 1
 _OWNER = Owner("kv-bench", 1)
 _SESSION = "kv-bench"
@@ -58,7 +50,7 @@ class Landing:
 
     async def landed(self) -> None:
         try:
-            await asyncio.wait_for(asyncio.gather(*self._waiting.values()), _LIMIT_S)
+            await asyncio.wait_for(asyncio.gather(*self._waiting.values()), LIMIT_S)
         finally:
             over = Fault(Reason.SUPERSEDED, "the leg is over")
             for name in self._waiting:
@@ -89,62 +81,23 @@ class Sending:
     """P's bulk side, every layer of every transfer computed from the start."""
 
     def __init__(self) -> None:
-        self._waiting: dict[TransferKey, asyncio.Future[float]] = {}
-        self._bulk: BulkSender | None = None
+        self._pusher: Pusher | None = None
 
     async def start(
         self, pool: KvPool, settings: Mapping[str, Any], address: Mapping[str, Any]
     ) -> None:
-        self._loop = asyncio.get_running_loop()
         self._endpoint = address["endpoint"]
-        config = PrefillConfig(**settings)
-        channel = partial(rpc.aio_channel, timeouts=config, sizes=config)
-        transport = InlineTransport(pool.memory, channel)
-        self._bulk = BulkSender(
-            LAYOUT, transport, config.chunk_bytes, SystemClock(), self._report
-        )
-        self._bulk.start()
+        self._pusher = Pusher(LAYOUT, pool.memory, PrefillConfig(**settings))
 
     async def send(self, names: Sequence[str], tables: Tables) -> list[float]:
-        assert self._bulk is not None
+        assert self._pusher is not None
         began = time.perf_counter()
-        for name, table in zip(names, tables, strict=True):
-            key = TransferKey(name, 1)
-            self._waiting[key] = self._loop.create_future()
-            tokens = len(table) * LAYOUT.block_size
-            plan = SendPlan(
-                tokens, tuple(table), ((0, len(table)),), (LayerRun(0, 0, LAYERS),)
-            )
-            message = transfer_pb2.TransferOpen(
-                session_id=_SESSION,
-                grant_id=name,
-                ref=types_pb2.TransferRef(transfer_id=name, attempt=1, decode_epoch=_EPOCH),
-            )
-            self._bulk.open(
-                OpenTransfer(key, 0, "d", self._endpoint, message, plan, _LIMIT_S, _LIMIT_S), ()
-            )
-            for layer in range(LAYERS):
-                self._bulk.layer_ready([(key, tokens)], 0, layer)
-        try:
-            ends = await asyncio.wait_for(asyncio.gather(*self._waiting.values()), _LIMIT_S)
-        finally:
-            self._waiting.clear()
-        return [end - began for end in ends]
+        pushes = [
+            self._pusher.push(TransferKey(name, 1), self._endpoint, _SESSION, name, _EPOCH, table)
+            for name, table in zip(names, tables, strict=True)
+        ]
+        return [end - began for end in await asyncio.gather(*pushes)]
 
     async def stop(self) -> None:
-        if self._bulk is not None:
-            await asyncio.to_thread(self._bulk.stop)
-
-    def _report(self, event: ev.Event) -> None:
-        """On the bulk thread."""
-        if isinstance(event, ev.TransferCompleted | ev.TransferBroken):
-            self._loop.call_soon_threadsafe(self._settle, event, time.perf_counter())
-
-    def _settle(self, event: ev.TransferCompleted | ev.TransferBroken, at: float) -> None:
-        waiting = self._waiting.get(event.key)
-        if waiting is None or waiting.done():
-            return
-        if isinstance(event, ev.TransferCompleted):
-            waiting.set_result(at)
-        else:
-            waiting.set_exception(RuntimeError(f"inline: {event.fault}"))
+        if self._pusher is not None:
+            await asyncio.to_thread(self._pusher.stop)

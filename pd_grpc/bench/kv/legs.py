@@ -83,9 +83,7 @@ class Pair:
         )
 
 
-def wrong_blocks(
-    sent: Sequence[Sequence[int]], landed: Sequence[Sequence[int]]
-) -> int:
+def wrong_blocks(sent: Sequence[Sequence[int]], landed: Sequence[Sequence[int]]) -> int:
     """Blocks whose digests differ, or that are at one end alone."""
     wrong = abs(len(sent) - len(landed))
     for there, here in zip(sent, landed, strict=False):
@@ -102,7 +100,7 @@ async def running_pairs(
     that one group keeps is not counted against another."""
     num_blocks = most_mib * MIB // LAYOUT.block_bytes
     async with AsyncExitStack() as stack:
-        pairs = {}
+        pairs: dict[str, Pair] = {}
         for group in ways:
             receiver = await _launch(stack, "kv-receiver")
             sender = await _launch(stack, "kv-sender")

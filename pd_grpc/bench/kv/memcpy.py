@@ -6,10 +6,9 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import torch
-
 from pd_grpc.bench.kv.pool import KvPool
 from pd_grpc.bench.kv.ways import Tables
+from pd_grpc.bench.zmq_wire import load
 
 
 class Landing:
@@ -35,14 +34,16 @@ class Sending:
     """Copies to memory of its own; what it has copied is compared."""
 
     def __init__(self) -> None:
-        self._from = self._to = torch.empty(0)
+        self._torch = load("torch")
+        self._from: Any = None
+        self._to: Any = None
 
     async def start(
         self, pool: KvPool, settings: Mapping[str, Any], address: Mapping[str, Any]
     ) -> None:
         self._pool = pool
-        self._from = torch.from_numpy(pool.bytes)
-        self._to = torch.full_like(self._from, 0)
+        self._from = self._torch.from_numpy(pool.bytes)
+        self._to = self._torch.full_like(self._from, 0)
 
     async def send(self, names: Sequence[str], tables: Tables) -> list[float]:
         found = []
@@ -54,7 +55,7 @@ class Sending:
             began = time.perf_counter()
             target.copy_(source)
             found.append(time.perf_counter() - began)
-            if not torch.equal(source, target):
+            if not self._torch.equal(source, target):
                 raise RuntimeError("memcpy: the copy differs")
         return found
 

@@ -48,7 +48,7 @@ class KvPool:
         else:
             words = np.random.default_rng(seed).integers(0, 1 << 63, size // 8, np.int64)
             self.bytes = words.view(np.uint8)
-        self.memory = HostKvMemory(memoryview(self.bytes), LAYOUT)
+        self.memory = HostKvMemory(self.bytes.data, LAYOUT)
         self.accounts = BlockPool(num_blocks)
         self._rows = self.bytes.reshape(num_blocks, LAYOUT.block_bytes)
         self._digests: dict[int, int] = {}
@@ -85,7 +85,7 @@ class KvPool:
         if list(table) != list(range(table[0], table[0] + len(table))):
             raise ValueError("table: the blocks are no single run")
         start = table[0] * LAYOUT.block_bytes
-        return memoryview(self.bytes)[start : start + len(table) * LAYOUT.block_bytes]
+        return self.bytes.data[start : start + len(table) * LAYOUT.block_bytes]
 
     def give_back(self, holdings: Sequence[Holding]) -> None:
         """Everything is free again. PoolCorrupt when the accounts do not say so."""
