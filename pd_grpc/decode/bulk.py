@@ -35,7 +35,7 @@ from pd_grpc.v1 import transfer_pb2
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
-ACKS_PER_WINDOW = 4
+ACKS_PER_WINDOW = 2
 """Of a sender that uses its window: each ack costs either end, and too few would let it run dry."""
 
 
