@@ -18,6 +18,7 @@ from typing import Any
 from pd_grpc.bench.endurance.report import made_on
 from pd_grpc.bench.kv.decoding import bench_decoding
 from pd_grpc.bench.kv.legs import Case, Leg, cases_of, groups, running_pairs
+from pd_grpc.bench.kv.overlap import bench_overlap
 from pd_grpc.bench.kv.pool import LAYOUT, MIB
 from pd_grpc.bench.kv.ways import TRANSPORTS, WAYS
 from pd_grpc.bench.statistics import METHOD, estimate
@@ -38,6 +39,7 @@ TARGETS = (
     Target("eight_over_one", least=0.9),
     Target("slowest_over_fastest", most=1.3),
     Target("peak_mib_per_pair", most=64),
+    Target("exposed_over_layer_share", most=1.5),
     Target("itl_p99_under_transfers", most=1.3),
     Target("control_p99_under_bulk", most=3),
 )
@@ -57,6 +59,7 @@ FIGURES = (
     "eight_over_one",
     "slowest_over_fastest",
     "peak_mib_per_pair",
+    "exposed_over_layer_share",
     "itl_p99_under_transfers",
     "control_p99_under_bulk",
     "wrong_blocks",
@@ -76,6 +79,8 @@ READING: Mapping[str, str] = {
     "peak_mib_per_pair": "the greatest of both together, over every amount",
     "eight_over_one": f"at {HEADLINE_MIB} MiB, rate of {AT_ONCE} at once over that of one",
     "slowest_over_fastest": f"of {AT_ONCE} at once at {HEADLINE_MIB} MiB; the median of the rounds",
+    "exposed_over_layer_share": "2,048 tokens on sim over a link on which their KV takes as long as"
+    " their layers: from the end of compute to the last ack, over the time of one layer",
     "itl_p99_under_transfers": "99th percentile of the time between two messages with tokens from "
     "a D that decodes four requests, with eight transfers landing over without",
     "control_p99_under_bulk": "the same of GetServerInfo on D's control endpoint, 100 times a "
@@ -94,11 +99,13 @@ class KvScope:
     rounds: int = 9
     decoding_rounds: int = 6
     decoding_s: float = 10.0
+    overlap_rounds: int = 5
+    overlap_s: float = 4.0
 
     @classmethod
     def of(cls, quick: bool) -> KvScope:
         """All of it, or the same figures within two minutes."""
-        return cls(True, (1, 16, HEADLINE_MIB), 3, 2, 4.0) if quick else cls()
+        return cls(True, (1, 16, HEADLINE_MIB), 3, 2, 4.0, 1, 2.0) if quick else cls()
 
 
 async def bench_kv(scope: KvScope, tell: Tell) -> dict[str, Any]:
@@ -117,7 +124,8 @@ async def bench_kv(scope: KvScope, tell: Tell) -> dict[str, Any]:
                     number += 1
                     legs[-1].append(await pairs[case.way].run(case, number))
     decoding = await bench_decoding(scope.decoding_rounds, scope.decoding_s, tell)
-    figures = {**moving_figures(legs), **decoding}
+    overlap = await bench_overlap(scope.overlap_rounds, scope.overlap_s, tell)
+    figures = {**moving_figures(legs), **overlap, **decoding}
     about = made_on()
     about["versions"] |= {name: metadata.version(name) for name in _PACKAGES}
     about["load_average"] = {"before": before, "after": os.getloadavg()}
