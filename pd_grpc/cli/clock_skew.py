@@ -45,7 +45,10 @@ def _wait_for(work: Work, known: Mapping[str, Work]) -> Work | None:
         wait = known.get(work.parent_id)
         if work.ours or wait is None or wait.name != work.name:
             return None
-    return None if wait is None or wait.instance == work.instance else wait
+    if wait is None or wait.instance == work.instance:
+        return None
+    # One that gave up before the work ended shows nothing.
+    return wait if _length_ns(work) <= _length_ns(wait) + _NEAR_NS else None
 
 
 def _next(

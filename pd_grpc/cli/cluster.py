@@ -170,6 +170,12 @@ class LocalCluster:
         return self._named("router").endpoint
 
     @property
+    def folder(self) -> Path:
+        """Where the logs are, a file for each server."""
+        assert self._folder is not None
+        return self._folder
+
+    @property
     def processes(self) -> dict[str, int]:
         """Process ids by name: `router`, `prefill-0`, `decode-0` and so on."""
         return {instance.name: instance.pid for instance in self.instances}

@@ -68,6 +68,8 @@ def generate(
             answer = _stream(generation, quiet=as_json)
     except (Fault, TransportFault) as error:
         say_error(describe(error, endpoint))
+        if isinstance(error, Fault):  # Somebody has heard of it.
+            say_error(f"its trace is {trace_id}")
         if with_trace and trace_id and not as_json:
             _show_trace(endpoint, trace_id)
         raise typer.Exit(EXIT_FAILED) from error

@@ -80,6 +80,32 @@ def span_tree(spans: Sequence[admin_pb2.Span], calls: bool = False) -> Text:
     return Text("\n", no_wrap=True).join(found)
 
 
+def attempts(spans: Sequence[admin_pb2.Span]) -> list[str]:
+    """A line for each attempt elsewhere, with what the one before had failed of, and one for those
+    who had a part in it and of whom no span is known: who dies takes its own along."""
+    found = []
+    named: set[str] = set()
+    for span in spans:
+        if span.name != names.SPAN_REQUEST:
+            continue
+        attributes = span.attributes
+        named |= {attributes.get(name, "") for name in (names.ATTR_PREFILL, names.ATTR_DECODE)}
+        for event in span.events:
+            if event.name != names.EVENT_RECOVERY:
+                continue
+            told = event.attributes
+            peer = told.get(names.ATTR_PEER, "")
+            named.add(peer)
+            found.append(
+                f"attempt {told.get(names.ATTR_ATTEMPT)} ({told.get(names.ATTR_RECOVERY)}) after "
+                f"{seconds(event.after) * 1000:.1f} ms: {told.get(names.ATTR_ERROR_TYPE)}"
+                + (f" of {peer}" if peer else "")
+            )
+    if unknown := sorted(named - {span.instance for span in spans} - {""}):
+        found.append(f"nothing is known here of the part of {', '.join(unknown)}")
+    return found
+
+
 def sums(spans: Sequence[admin_pb2.Span]) -> list[str]:
     """For each request of the trace, a line on what its first token and its second waited for.
     `between` is what belongs to no stage: what the calls themselves took."""

@@ -11,7 +11,7 @@ import grpc
 import typer
 
 from pd_grpc.cli.console import EXIT_FAILED, Endpoint, describe, say_error, stdout
-from pd_grpc.cli.span_tree import rows, span_tree, sums
+from pd_grpc.cli.span_tree import attempts, rows, span_tree, sums
 from pd_grpc.protocol import rpc
 from pd_grpc.protocol.admin import TRACES_KEPT
 from pd_grpc.protocol.config import Sizes, Timeouts
@@ -90,12 +90,14 @@ def fetch_answered(endpoint: str, wanted: str) -> list[admin_pb2.Span]:
 
 
 def show(spans: Sequence[admin_pb2.Span], calls: bool = False) -> None:
-    """The tree, what it comes to, and what may be asked for next."""
+    """When it was, the tree, what it comes to, and what may be asked for next."""
     whose = {span.attributes.get(names.ATTR_TRANSFER_ID, "") for span in spans} - {""}
     transfers = f", transfer {', '.join(sorted(whose))}" if whose else ""
+    began = min(span.start.ToDatetime() for span in spans)
     stdout.print(f"trace {spans[0].trace_id}{transfers}")
+    stdout.print(f"{began.isoformat(' ', 'milliseconds')} UTC; * is what the answer waited for")
     stdout.print(span_tree(spans, calls))
-    for line in sums(spans):
+    for line in [*attempts(spans), *sums(spans)]:
         stdout.print(line)
 
 

@@ -99,7 +99,11 @@ def up(
         help="host:port of the router's metrics; prefill and then decode servers have the ports "
         "behind it. Port 0 takes free ones.",
     ),
+    traces_kept: int | None = typer.Option(
+        None, min=0, help="Last traces that each server keeps.", show_default="256"
+    ),
     log_level: str | None = typer.Option(None, help="Least severe line in the logs."),
+    log_format: str | None = typer.Option(None, help="human or json.", show_default="human"),
 ) -> None:
     """Start a router, prefill and decode servers on this machine; Ctrl-C stops them.
 
@@ -118,7 +122,9 @@ def up(
                 "model": model,
                 "host": host,
                 "otlp": otlp,
+                "traces_kept": traces_kept,
                 "log_level": log_level,
+                "log_format": log_format,
                 "config": config,
             },
             engines={
@@ -139,6 +145,7 @@ def up(
             with progress("starting") as tell:
                 cluster = stack.enter_context(LocalCluster(plan, tell))
             stdout.print(_table(cluster))
+            stdout.print(f"Logs: {cluster.folder}, until it stops", soft_wrap=True)
             stdout.print(f"Ask {cluster.router_endpoint}; Ctrl-C stops everything.")
             cluster.watch()
     except SettingsError as error:

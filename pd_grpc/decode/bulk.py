@@ -132,7 +132,7 @@ class BulkServer:
         while (message := await outbox.next()) is not None:
             if message.HasField("ack"):
                 self._receiver.acknowledged(stream, message.ack.accepted_bytes)
-            await context.write(message)
+            await rpc.write(context, message)
 
     def _take(self, action: act.ToReceiver) -> None:
         receiver = self._receiver

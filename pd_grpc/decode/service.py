@@ -61,7 +61,7 @@ class DecodeService(decode_pb2_grpc.DecodeServiceServicer):
         patience_s = SILENT_HEARTBEATS * self._timeouts.heartbeat_s
         while (message := await outbox.next()) is not None:
             try:
-                await asyncio.wait_for(context.write(message), patience_s)
+                await asyncio.wait_for(rpc.write(context, message), patience_s)
             except asyncio.TimeoutError:
                 text = f"this prefill read nothing for {patience_s:g} s"
                 raise Fault(Reason.LEASE_EXPIRED, text) from None
@@ -154,7 +154,7 @@ class DecodeInference(inference_pb2_grpc.InferenceServiceServicer):
 
     async def _write_all(self, call: int, outbox: TokenOutbox, context: Context) -> None:
         while (message := await outbox.next()) is not None:
-            await context.write(message)
+            await rpc.write(context, message)
             self._runtime.wrote(call, len(message.token_ids))
 
 

@@ -11,7 +11,7 @@ from opentelemetry.util.types import AttributeValue
 
 from pd_grpc.decode.actions import Changed, StepPlan
 from pd_grpc.decode.states import DecodeState
-from pd_grpc.protocol.faults import Fault
+from pd_grpc.protocol.faults import Fault, code_and_reason
 from pd_grpc.protocol.refs import TransferKey
 from pd_grpc.telemetry import names
 from pd_grpc.telemetry.steps import StepSpans
@@ -161,7 +161,7 @@ class DecodeSpans:
 
     def step_ended(self, at: float, fault: Fault | None) -> None:
         """It came back."""
-        self._steps.ended(at, _error(fault))
+        self._steps.ended(at, code_and_reason(fault))
 
     def _computes(self, key: TransferKey, at: float) -> None:
         """It is in a batch: its own prefill begins with the first."""
@@ -190,12 +190,8 @@ class DecodeSpans:
         return self._tracing.start(name, parent=parent, at=at, attributes=attributes)
 
     def _end(self, request: _Request, at: float, fault: Fault | None) -> None:
-        error = _error(fault)
+        error = code_and_reason(fault)
         for span in (request.step_wait, request.span):
             if span is not None:
                 self._tracing.end(span, at=at, error=error)
         request.step_wait = request.span = None
-
-
-def _error(fault: Fault | None) -> tuple[str, str] | None:
-    return None if fault is None else (fault.code.name, fault.reason.value)

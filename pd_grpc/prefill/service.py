@@ -31,7 +31,7 @@ class PrefillService(prefill_pb2_grpc.PrefillServiceServicer):
         call, outbox = self._runtime.open_call(request, budget_s, parent, direct)
         try:
             while (message := await outbox.next()) is not None:
-                await context.write(message)
+                await rpc.write(context, message)
         except Fault as fault:
             await rpc.abort(context, fault)
         finally:

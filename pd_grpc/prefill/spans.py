@@ -13,7 +13,7 @@ from opentelemetry.util.types import AttributeValue
 from pd_grpc.prefill import actions as act
 from pd_grpc.prefill import events as ev
 from pd_grpc.prefill.states import PrefillState
-from pd_grpc.protocol.faults import Fault, TransportFault
+from pd_grpc.protocol.faults import Fault, TransportFault, code_and_reason
 from pd_grpc.protocol.refs import TransferKey, key_of
 from pd_grpc.telemetry import names
 from pd_grpc.telemetry.steps import StepSpans
@@ -73,7 +73,7 @@ class PrefillSpans:
             span = self._tracing.start(
                 names.SPAN_PREFILL_REQUEST, parent=context, at=at, attributes=attributes
             )
-            self._tracing.end(span, at=at, error=_error(fault))
+            self._tracing.end(span, at=at, error=code_and_reason(fault))
 
     def changed(self, change: act.Changed, at: float) -> None:
         """A request moved: end the stage it was in and begin the next."""
@@ -132,7 +132,7 @@ class PrefillSpans:
 
     def step_ended(self, run: act.RunStep, at: float, fault: Fault | None) -> None:
         """It came back."""
-        self._steps.ended(at, None if fault is None else _error(fault))
+        self._steps.ended(at, code_and_reason(fault))
         for key, chunk in zip(run.keys, run.chunks, strict=True):
             trace = self._traces.get(key)
             if trace is not None and trace.stage is not None:
@@ -222,13 +222,8 @@ class PrefillSpans:
     def _end(self, span: Span | None, at: float, fault: Fault | TransportFault | None) -> None:
         """End a span unless it has ended: then it records nothing more, and this does nothing."""
         if span is not None:
-            self._tracing.end(span, at=at, error=None if fault is None else _error(fault))
+            self._tracing.end(span, at=at, error=code_and_reason(fault))
 
 
 def _attributes(key: TransferKey) -> Mapping[str, AttributeValue]:
     return {names.ATTR_TRANSFER_ID: key.transfer_id, names.ATTR_ATTEMPT: key.attempt}
-
-
-def _error(fault: Fault | TransportFault) -> tuple[str, str]:
-    reason = fault.reason.value if isinstance(fault, Fault) else fault.code.name
-    return fault.code.name, reason

@@ -15,7 +15,7 @@ import grpc.aio
 from pd_grpc.protocol import rpc
 from pd_grpc.protocol.faults import Fault, Reason, bad_request
 from pd_grpc.protocol.messages import seconds
-from pd_grpc.protocol.refs import TransferKey, key_of, transfer_id_errors
+from pd_grpc.protocol.refs import TransferKey, key_of, name_errors, transfer_id_errors
 from pd_grpc.protocol.sampling import FieldError
 from pd_grpc.v1 import admin_pb2, admin_pb2_grpc, types_pb2
 
@@ -205,8 +205,8 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
             # Tells the caller that it misses nothing from here on.
             await context.send_initial_metadata(())
             async for info, skipped in changes:
-                await context.write(
-                    admin_pb2.WatchTransfersResponse(transfer=info, skipped=skipped)
+                await rpc.write(
+                    context, admin_pb2.WatchTransfersResponse(transfer=info, skipped=skipped)
                 )
         finally:
             changes.close()
@@ -229,7 +229,7 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
     async def GetTrace(
         self, request: admin_pb2.GetTraceRequest, context: Context
     ) -> admin_pb2.GetTraceResponse:
-        if errors := transfer_id_errors(request.id, "id"):
+        if errors := name_errors(request.id, "id", required=True):
             await rpc.abort(context, bad_request(errors))
         spans = self._view.spans(request.id)
         kept = int(self._view.server_info().settings.get(TRACES_KEPT, "0"))
@@ -298,7 +298,7 @@ def _unknown(transfer_id: str, attempt: int) -> Fault:
 
 
 def _unknown_trace(wanted: str, kept: int) -> Fault:
-    text = f"no trace of {wanted} is among the last {kept}, or it was not sampled"
+    text = f"no trace of {wanted} is among the last {kept}; it runs still, or was not sampled"
     if not kept:
         text = f"no trace is kept here, of {wanted} or any other: {TRACES_KEPT} is 0"
     return Fault(Reason.UNKNOWN_TRANSFER, text, {TRACES_KEPT: str(kept)})

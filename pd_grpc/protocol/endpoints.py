@@ -7,6 +7,8 @@ import re
 import socket
 
 MAX_PORT = 65535
+MAX_CHARS = 300
+"""A name of DNS has 253, an IPv6 address with its zone far fewer."""
 _HOST = r"(?:[A-Za-z0-9_](?:[A-Za-z0-9_.-]*[A-Za-z0-9_.])?|\[[0-9A-Fa-f:.]+(?:%[\w.-]+)?\])"
 _ENDPOINT = re.compile(rf"{_HOST}:([0-9]+)")
 
@@ -26,6 +28,8 @@ def address(host: str, port: int) -> str:
 def check_endpoint(endpoint: str, lowest_port: int = 1) -> str:
     """`endpoint` if it is host:port with a port from 1 to 65535; ValueError says what it lacks.
     Where one listens, `lowest_port` may be 0: any free one."""
+    if len(endpoint) > MAX_CHARS:
+        raise ValueError(f"must be host:port, in at most {MAX_CHARS} characters")
     found = _ENDPOINT.fullmatch(endpoint) if endpoint.isascii() else None
     if found is None:
         raise ValueError(f"must be host:port (an IPv6 address in brackets), not {endpoint!r}")

@@ -218,6 +218,10 @@ class Fault(Exception):
     mapped_code: Code | None = None
     heard: bool = False
 
+    def __post_init__(self) -> None:
+        # It may quote a caller, and is remembered for long as what a transfer ended with.
+        self.message = self.message[:MAX_MESSAGE_BYTES]
+
     @property
     def code(self) -> Code:
         """The gRPC code it travels with."""
@@ -293,6 +297,14 @@ class TransportFault(Exception):
 
     def __str__(self) -> str:
         return f"{self.code.name}: {self.message}"
+
+
+def code_and_reason(fault: Fault | TransportFault | None) -> tuple[str, str] | None:
+    """What spans and metrics tell of a fault: nothing of its words, which may be a client's."""
+    if fault is None:
+        return None
+    reason = fault.reason.value if isinstance(fault, Fault) else fault.code.name
+    return fault.code.name, reason
 
 
 def read_status(status: status_pb2.Status) -> Fault | TransportFault:
@@ -377,7 +389,8 @@ def bad_request(fields: Sequence[FieldError]) -> Fault:
 def not_meant(reason: Reason, text: str, meant: object, here: object) -> Fault:
     """WRONG_INSTANCE or STALE_EPOCH: who is `meant` and who is `here`, by name or by epoch; the
     latter is empty where nobody knows."""
-    return Fault(reason, text, {"meant": str(meant), "here": str(here)})
+    told = {"meant": str(meant)[:MAX_VALUE_BYTES], "here": str(here)}
+    return Fault(reason, text, told)
 
 
 def stage_deadline(stage: str, budget: str = "") -> Fault:

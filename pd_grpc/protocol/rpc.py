@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 
 import grpc
 import grpc.aio
-from google.protobuf.message import DecodeError
+from google.protobuf.message import DecodeError, Message
 from google.rpc import status_pb2
 
 from pd_grpc.protocol.config import ServerConfig, Sizes, Timeouts
@@ -166,6 +166,14 @@ async def abort_with(
     raise AssertionError("abort returns never")
 
 
+async def write(context: grpc.aio.ServicerContext[Any, Any], message: Message) -> None:
+    """Write a message of a stream. CancelledError when the call is no more, for its caller left."""
+    try:
+        await context.write(message)
+    except grpc.aio.InternalError:
+        raise asyncio.CancelledError from None
+
+
 async def write_within(writing: Coroutine[Any, Any, None], limit_s: float) -> None:
     """Write a stream to its end. Fault STAGE_DEADLINE when the reader has not taken it by then."""
     try:
@@ -219,5 +227,6 @@ __all__ = [
     "server_options",
     "sync_channel",
     "time_left",
+    "write",
     "write_within",
 ]

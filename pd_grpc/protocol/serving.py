@@ -128,7 +128,7 @@ def _as_coroutine(
     async def write_all(request: Any, context: _Context) -> None:
         async with contextlib.aclosing(generate(request, context)) as responses:
             async for response in responses:
-                await context.write(response)
+                await rpc.write(context, response)
 
     return write_all
 

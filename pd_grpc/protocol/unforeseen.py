@@ -35,8 +35,8 @@ class Unforeseen:
     ) -> bool:
         if not isinstance(error, Exception) or isinstance(error, grpc.aio.AbortError):
             return False
-        if isinstance(error, grpc.aio.BaseError) and self._context.done():
-            # What was written to a call that was no more.
+        if isinstance(error, grpc.aio.InternalError):
+            # What was read from or written to a call that was no more.
             raise asyncio.CancelledError from None
         self._log.note(Event.DEFECT, "%s failed", self._method, error=error)
         await rpc.abort(self._context, defect(error))

@@ -121,6 +121,7 @@ class RoutedCall:
     async def close(self) -> None:
         """End whatever is still open; returns when no task of the request is left."""
         self._perform(self._machine.on_client_gone(self._now()))
+        self._span.set_attributes({**self._pair(), names.ATTR_OUTPUT_TOKENS: self._times.tokens})
         if self._timer is not None:
             self._timer.cancel()
         try:
@@ -228,11 +229,19 @@ class RoutedCall:
             names.ATTR_ATTEMPT: begin.attempt,
             names.ATTR_RECOVERY: begin.kind.value,
             names.ATTR_ERROR_TYPE: begin.fault.reason.value,
+            names.ATTR_PEER: begin.fault.metadata.get(INSTANCE, ""),
         }
+        self._span.set_attributes(self._pair())
         self._tracing.event(self._span, names.EVENT_RECOVERY, attributes=told)
         text = f"{begin.kind.value} elsewhere: {begin.fault.message}"
         self._note(Event.REQUEST_ELSEWHERE, text, begin.fault)
         self._routing.in_flight.changed(self)
+
+    def _pair(self) -> dict[str, str]:
+        """Whom the current attempt is with."""
+        prefill, decode = self._machine.pairing.prefill, self._machine.decode
+        told = {names.ATTR_DECODE: decode.name}
+        return told if prefill is None else {names.ATTR_PREFILL: prefill.name, **told}
 
     def _seek(self, blame: Blame) -> None:
         machine, now = self._machine, self._now()

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Coroutine
+from dataclasses import replace
+from functools import partial
 from typing import Any, TypeAlias
 
 import grpc.aio
@@ -15,7 +17,7 @@ from opentelemetry.trace import Span
 
 from pd_grpc.protocol import rpc
 from pd_grpc.protocol.failures import FailureLog
-from pd_grpc.protocol.faults import Fault, Reason, stage_deadline
+from pd_grpc.protocol.faults import Fault, Reason, code_and_reason, stage_deadline
 from pd_grpc.protocol.refs import mint_id
 from pd_grpc.router.intake import RoutableRequest, check_shape, fit, tokenize
 from pd_grpc.router.machine import INSTANCE
@@ -25,10 +27,19 @@ from pd_grpc.router.routing import Routing
 from pd_grpc.router.runtime import RoutedCall
 from pd_grpc.router.timing import AnswerTimes
 from pd_grpc.telemetry import names
-from pd_grpc.telemetry.tracing import Tracing, current_context
+from pd_grpc.telemetry.tracing import (
+    Tracing,
+    answer_metadata,
+    current_context,
+    trace_id,
+    within_trace,
+)
 from pd_grpc.v1 import inference_pb2, inference_pb2_grpc, types_pb2
 
 ServicerContext: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
+TRACE_ID = "trace_id"
+"""In the metadata of every fault that a client is told."""
+
 Write = Callable[[inference_pb2.GenerateResponse], Awaitable[None]]
 
 
@@ -60,11 +71,14 @@ class RouterService(inference_pb2_grpc.InferenceServiceServicer):
         self, request: inference_pb2.GenerateRequest, context: ServicerContext
     ) -> None:
         budget_s = rpc.budget_of(context, self._routing.config)
-        parent = current_context()
+        parent = within_trace(current_context())
+        context.set_trailing_metadata(answer_metadata(parent))
         try:
-            await self.route(request, budget_s, parent, context.write)
+            await self.route(request, budget_s, parent, partial(rpc.write, context))
         except Fault as fault:
-            await rpc.abort(context, fault.for_client())
+            # Whoever was refused can look up why.
+            told = {**fault.metadata, TRACE_ID: trace_id(parent)}
+            await rpc.abort(context, replace(fault.for_client(), metadata=told))
 
     async def route(
         self, request: inference_pb2.GenerateRequest, budget_s: float, parent: Context, write: Write
@@ -102,7 +116,7 @@ class RouterService(inference_pb2_grpc.InferenceServiceServicer):
                     request_id=request_id,
                     peer=fault.metadata.get(INSTANCE, ""),
                 )
-            self._tracing.end(span, error=_error(fault))
+            self._tracing.end(span, error=code_and_reason(fault))
             now = self._routing.clock.now()
             self._metrics.ended(times, _operation(request), self._model(), fault, now)
 
@@ -160,7 +174,7 @@ class RouterService(inference_pb2_grpc.InferenceServiceServicer):
 
     def _routed(self, route: Span, times: AnswerTimes, at: float, fault: Fault | None) -> None:
         """Routing is over, by what span and metric say alike."""
-        self._tracing.end(route, at=at, error=_error(fault))
+        self._tracing.end(route, at=at, error=code_and_reason(fault))
         self._metrics.routed(at - times.accepted, fault)
 
     async def _unless_left(self, read: Coroutine[Any, Any, RoutableRequest]) -> RoutableRequest:
@@ -213,10 +227,6 @@ _DEFECT = Fault(Reason.ENGINE_ERROR, "the router failed")
 def _operation(request: inference_pb2.GenerateRequest) -> str:
     chat = request.WhichOneof("prompt") == "messages"
     return names.OPERATION_CHAT if chat else names.OPERATION_COMPLETION
-
-
-def _error(fault: Fault | None) -> tuple[str, str] | None:
-    return None if fault is None else (fault.code.name, fault.reason.value)
 
 
 async def _write_all(call: RoutedCall, write: Write) -> None:

@@ -54,7 +54,9 @@ class AnswerTimes:
 
     def timings(self, now: float) -> types_pb2.Timings:
         """All of it, at the end of the answer."""
-        routed = now if self.routed is None else self.routed
+        # A P may bring the first token without a word of its own.
+        opened = now if self.opened is None else self.opened
+        routed = opened if self.routed is None else self.routed
         timings = types_pb2.Timings(
             route=duration(routed - self.accepted), total=duration(now - self.accepted)
         )

@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from importlib.metadata import version
 
 from opentelemetry.sdk.metrics import MeterProvider
 from opentelemetry.sdk.metrics.export import MetricReader, PeriodicExportingMetricReader
@@ -73,7 +74,9 @@ def make_telemetry(service: str, instance: str, otlp: str, prometheus: str) -> T
     RuntimeError names the extra to install when an exporter is missing, and the variable of
     OpenTelemetry that it cannot use; OSError when Prometheus's port cannot be had.
     """
-    resource = Resource.create({"service.name": service, "service.instance.id": instance})
+    named = os.environ.get("OTEL_SERVICE_NAME") or service
+    about = {"service.name": named, "service.version": version("pd-grpc")}
+    resource = Resource.create({**about, "service.instance.id": instance})
     readers: list[MetricReader] = []
     closers: list[Closer] = []
     stoppers: list[Closer] = []

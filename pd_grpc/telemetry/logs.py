@@ -10,8 +10,12 @@ from __future__ import annotations
 import json
 import logging
 import os
+import re
 import sys
+import time
 import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
 from datetime import datetime, timezone
 from typing import TYPE_CHECKING, Any, Literal, TextIO
 
@@ -42,20 +46,68 @@ MAX_FIELD_CHARS = 256
 # A client names its requests: its name must not end a line or move a terminal's cursor.
 _CONTROL = {c: f"\\x{c:02x}" for c in (*range(0x20), *range(0x7F, 0xA0))}
 _CONTROL |= {c: f"\\u{c:04x}" for c in (0x2028, 0x2029)}
+# Nor must it turn the line around, or hide a part of it.
+_CONTROL |= {
+    c: f"\\u{c:04x}"
+    for c in (0xAD, 0x61C, *range(0x200B, 0x2010), *range(0x202A, 0x202F), *range(0x2060, 0x2070))
+}
+_CONTROL |= {0xFEFF: "\\ufeff"}
+_BARE = re.compile(r"[^\s\"=]+")
+
+
+OTHERS_LINES = 10
+OTHERS_PERIOD_S = 10.0
+"""Lines of one logger that is not ours, in so many seconds: a library may have one for each call
+that fails, and fail it for as long as a peer is broken."""
+
+
+@dataclass
+class _Flood:
+    ends: float
+    written: int = 0
+    left_out: int = 0
 
 
 class LineHandler(StreamHandler):
-    """Writes lines to a stream. `instance` is of those whose record says none."""
+    """Writes lines to a stream. `instance` is of those whose record says none. Of each logger of
+    others so many are written in a period; the next period begins with how many were not."""
 
-    def __init__(self, stream: TextIO, formatter: logging.Formatter, instance: str) -> None:
+    def __init__(
+        self,
+        stream: TextIO,
+        formatter: logging.Formatter,
+        instance: str,
+        now: Callable[[], float] = time.monotonic,
+    ) -> None:
         super().__init__(stream)
         self.instance = instance
         self.setFormatter(formatter)
+        self._now = now
+        self._others: dict[str, _Flood] = {}
 
     def emit(self, record: logging.LogRecord) -> None:
+        """Called with the handler's lock held."""
         if self.instance and not getattr(record, "instance", ""):
             record.instance = self.instance
+        if record.name.partition(".")[0] != LOGGER and not self._has_room(record):
+            return
         super().emit(record)
+
+    def _has_room(self, record: logging.LogRecord) -> bool:
+        now = self._now()
+        flood = self._others.get(record.name)
+        if flood is None or flood.ends <= now:
+            if flood is not None and flood.left_out:
+                told = logging.makeLogRecord(vars(record))
+                told.msg, told.args = "%d lines of this kind were left out", (flood.left_out,)
+                told.exc_info = None
+                super().emit(told)
+            flood = self._others[record.name] = _Flood(now + OTHERS_PERIOD_S)
+        flood.written += 1
+        if flood.written <= OTHERS_LINES:
+            return True
+        flood.left_out += 1
+        return False
 
 
 def configure_logging(
@@ -93,7 +145,7 @@ class HumanFormatter(logging.Formatter):
         at = datetime.fromtimestamp(record.created).strftime("%H:%M:%S.%f")[:-3]
         name = record.name.removeprefix(f"{LOGGER}.")
         line = f"{at} {record.levelname:<7} {name}  {_message(record)}"
-        fields = " ".join(f"{key}={value}" for key, value in _fields(record).items())
+        fields = " ".join(f"{key}={_quoted(value)}" for key, value in _fields(record).items())
         line = _one_line(f"{line}  {fields}" if fields else line)
         if record.exc_info:
             line += "".join(f"\n    {_one_line(each)}" for each in _traceback(record.exc_info))
@@ -149,6 +201,12 @@ def _message(record: logging.LogRecord) -> str:
 
 def _cut(text: str, chars: int) -> str:
     return text if len(text) <= chars else f"{text[:chars]}..."
+
+
+def _quoted(value: object) -> str:
+    """As it is where nobody can take it for several fields."""
+    text = str(value)
+    return text if _BARE.fullmatch(text) else json.dumps(text, ensure_ascii=False)
 
 
 def _one_line(text: str) -> str:

@@ -58,6 +58,11 @@ METRIC_RPC_SERVER_DURATION: Final = "rpc.server.call.duration"
 # Of `pd.recovery`: "retry" or "continuation".
 ATTR_RECOVERY: Final = "pd.recovery.kind"
 ATTR_PEER: Final = "pd.peer"
+# Of `pd.request`: who has it, or had it last.
+ATTR_PREFILL: Final = "pd.prefill"
+ATTR_DECODE: Final = "pd.decode"
+# Of `pd.request` at its end: tokens that were sent to the client.
+ATTR_OUTPUT_TOKENS: Final = "pd.output_tokens"
 ATTR_PROMPT_TOKENS: Final = "pd.prompt_tokens"
 ATTR_GENERATED_TOKENS: Final = "pd.generated_tokens"
 ATTR_TOKENS: Final = "pd.tokens"

@@ -38,8 +38,10 @@ REQUEST_METHODS = frozenset(
 )
 """Methods whose every call is about one request."""
 
-MOST_PEERS = 512
-"""Methods times peers whose calls are told apart by the peer."""
+MOST_PEERS = 256
+"""Peers that durations tell apart."""
+MOST_REMEMBERED = 1024
+"""Methods and peers whose attributes are made but once."""
 
 OK = grpc.StatusCode.OK.name
 _SERVERS_FAULT = frozenset(
@@ -77,7 +79,7 @@ class Call:
                 return
             self._ended = True
         now = self._calls.now()
-        about = {**self._about, names.ATTR_STATUS_CODE: code}
+        about = {**self._calls.labels(self._about, code), names.ATTR_STATUS_CODE: code}
         failed = code != OK and (self._failing is None or code in self._failing)
         if failed:
             about[names.ATTR_ERROR_TYPE] = code
@@ -105,6 +107,7 @@ class Calls:
         self._made = instruments.histogram(names.METRIC_RPC_CLIENT_DURATION)
         self._served = instruments.histogram(names.METRIC_RPC_SERVER_DURATION)
         self._abouts: dict[tuple[str, str], Mapping[str, AttributeValue]] = {}
+        self._answering: set[tuple[AttributeValue, AttributeValue]] = set()
 
     def made(
         self, method: str, endpoint: str, metadata: Metadata
@@ -134,13 +137,25 @@ class Calls:
                 context = self.tracing.context(span)
         return Call(self, span, about, self._served, _SERVERS_FAULT, now), context
 
+    def labels(
+        self, about: Mapping[str, AttributeValue], code: str
+    ) -> Mapping[str, AttributeValue]:
+        """Of the duration of a call that ended with `code`: with the peer if it has ever answered.
+        Whoever sends a request may name a peer, and a series stays for good."""
+        address, port = about.get(names.ATTR_SERVER_ADDRESS), about.get(names.ATTR_SERVER_PORT)
+        if address is None or (address, port) in self._answering:
+            return about
+        if code == OK and len(self._answering) < MOST_PEERS:
+            self._answering.add((address, port))
+            return about
+        return {key: about[key] for key in (names.ATTR_RPC_SYSTEM, names.ATTR_RPC_METHOD)}
+
     def _about(self, method: str, endpoint: str) -> Mapping[str, AttributeValue]:
-        """Made once for a method and a peer. Whoever sends a request may name peers: beyond so many
-        they are told apart no more."""
+        """Made once for a method and a peer, of so many."""
         found = self._abouts.get((method, endpoint))
-        if found is None and endpoint and len(self._abouts) >= MOST_PEERS:
-            return self._about(method, "")
         if found is None:
+            if len(self._abouts) >= MOST_REMEMBERED:
+                self._abouts.clear()
             found = {names.ATTR_RPC_SYSTEM: "grpc", names.ATTR_RPC_METHOD: method}
             if endpoint:
                 host, _, port = endpoint.rpartition(":")

@@ -7,8 +7,10 @@ futures of the prepare pool and the engine thread.
 
 from __future__ import annotations
 
+import logging
 import random
 from collections.abc import Iterable, Mapping, Sequence
+from types import TracebackType
 from typing import Any, Protocol
 from weakref import WeakKeyDictionary
 
@@ -32,6 +34,11 @@ from opentelemetry.util.types import AttributeValue
 from pd_grpc.telemetry import baggage, names, tracestate
 from pd_grpc.telemetry.quick_spans import QuickProvider, follows_parents
 from pd_grpc.telemetry.recent import NOT_KEPT, RecentTraces
+
+MOST_CHARS = 256
+"""Of an attribute that is text."""
+
+_log = logging.getLogger("pd_grpc.telemetry.tracing")
 
 _SCOPE = "pd_grpc"
 _W3C = TraceContextTextMapPropagator()
@@ -141,14 +148,16 @@ class Tracing:
         sampled = [Link(link) for link in links if link.trace_flags & TraceFlags.SAMPLED]
         if (links and not sampled) or (self._only_keeps and name in NOT_KEPT):
             return trace.INVALID_SPAN
-        return self._tracer.start_span(
-            name,
-            context,
-            kind,
-            {**self._who, **attributes},
-            sampled,
-            self._wall_ns(at),
-        )
+        with _HARMLESS:
+            return self._tracer.start_span(
+                name,
+                context,
+                kind,
+                {**self._who, **_bounded(attributes)},
+                sampled,
+                self._wall_ns(at),
+            )
+        return _unrecorded(context)
 
     def end(
         self,
@@ -178,7 +187,8 @@ class Tracing:
                 }
             )
             span.set_status(Status(StatusCode.ERROR, reason))
-        span.end(self._wall_ns(at))
+        with _HARMLESS:
+            span.end(self._wall_ns(at))
         if self._keeps and isinstance(span, ReadableSpan):
             self.recent.keep(span)
 
@@ -239,6 +249,20 @@ def current_context() -> Context:
     return current.get_current()
 
 
+def within_trace(context: Context) -> Context:
+    """The context, or one in a new trace of which nothing is recorded here."""
+    if trace_id(context):
+        return context
+    return trace.set_span_in_context(_unrecorded(context), context)
+
+
+def answer_metadata(context: Context) -> tuple[tuple[str, str], ...]:
+    """What tells a caller which trace it was, as W3C Trace Context Level 2 has it."""
+    carrier: dict[str, str] = {}
+    _W3C.inject(carrier, context)
+    return tuple(("traceresponse", told) for told in (carrier.get("traceparent"),) if told)
+
+
 def trace_id(context: Context | None) -> str:
     """The trace id as 32 hex digits; empty when the context has none."""
     found = trace.get_current_span(Context() if context is None else context).get_span_context()
@@ -267,6 +291,40 @@ def _unrecorded(parent: Context) -> Span:
             trace_flags=TraceFlags(TraceFlags.SAMPLED),
         )
     )
+
+
+class _Harmless:
+    """Around what calls an embedder's sampler or processor, which may raise anything: that must
+    not become the fault of a request. Said once for each type."""
+
+    def __init__(self) -> None:
+        self._said: set[type[BaseException]] = set()
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> bool:
+        if not isinstance(error, Exception):
+            return False
+        if type(error) not in self._said:
+            self._said.add(type(error))
+            _log.error("a sampler or processor of spans raised", exc_info=error)
+        return True
+
+
+_HARMLESS = _Harmless()
+
+
+def _bounded(attributes: Mapping[str, AttributeValue]) -> Mapping[str, AttributeValue]:
+    """Without what is too long to be a name: callers choose some, and what is refused for its
+    length has a span too."""
+    if all(not isinstance(each, str) or len(each) <= MOST_CHARS for each in attributes.values()):
+        return attributes
+    return {k: v[:MOST_CHARS] if isinstance(v, str) else v for k, v in attributes.items()}
 
 
 def _ns(seconds: float) -> int:

@@ -71,3 +71,19 @@ def test_what_nobody_is_known_to_have_waited_for_stays_where_it_is() -> None:
     assert skews_ns([]) == {}
     alone = [work("pd.compute", "p", 0, 5), work("pd.decode", "d", 3, 5, "gone", HOUR)]
     assert skews_ns(alone) == {"p": 0, "d": 0}
+
+
+def test_a_call_that_gave_up_says_nothing_about_clocks() -> None:
+    # D was frozen, and served the call and the answer long after everybody had left.
+    spans = [
+        work("pd.request", "r", 0, 100),
+        work(CALL, "r", 2, 80, "pd.request of r"),
+        work(CALL, "p", 3, 78, f"{CALL} of r"),
+        work("pd.prefill_request", "p", 4, 76, f"{CALL} of p"),
+        work("pd.allocate", "p", 10, 20, "pd.prefill_request of p"),
+        work(ASK, "p", 11, 18, "pd.allocate of p"),
+        work(ASK, "d", 12, 8000, f"{ASK} of p"),
+        work("pd.reserve", "d", 15, 7900, f"{ASK} of d"),
+        work("pd.decode", "d", 75, 20_000, "pd.request of r"),
+    ]
+    assert set(skews_ns(spans).values()) == {0}

@@ -8,7 +8,7 @@ from typing import Any
 
 from rich.console import Console
 
-from pd_grpc.cli.span_tree import rows, span_tree, sums
+from pd_grpc.cli.span_tree import attempts, rows, span_tree, sums
 from pd_grpc.cli.trace import of_request
 from pd_grpc.v1 import admin_pb2
 from tests.cli.running import pd_grpc
@@ -223,3 +223,22 @@ async def test_a_decode_instance_that_prefills_shows_that() -> None:
 
 def test_a_request_that_was_refused_at_the_door_has_no_sums() -> None:
     assert sums([span("pd.request", "a", "", 0, 1, "BAD_REQUEST")]) == []
+
+
+def test_an_attempt_elsewhere_has_a_line_and_so_has_who_left_no_span() -> None:
+    request = span("pd.request", "a", "", 0, 500)
+    request.attributes["pd.prefill"], request.attributes["pd.decode"] = "p0", "d2"
+    event = request.events.add(name="pd.recovery")
+    event.after.FromMilliseconds(120)
+    event.attributes.update(
+        {
+            "pd.attempt": "2",
+            "pd.recovery.kind": "continuation",
+            "error.type": "DECODE_LOST",
+            "pd.peer": "d1",
+        }
+    )
+    assert attempts([request, span("pd.compute", "b", "a", 10, 10)]) == [
+        "attempt 2 (continuation) after 120.0 ms: DECODE_LOST of d1",
+        "nothing is known here of the part of d1, d2",
+    ]

@@ -66,6 +66,7 @@ def test_up_shows_what_it_started_and_stops_everything_on_a_signal(tmp_path: Pat
     up = Up(tmp_path, "--decode", "2")
     for name in ("router", "prefill-0", "decode-0", "decode-1"):
         assert re.search(rf"{name} +│ 127.0.0.1:\d+ +│ {up.child(name).pid} ", up.shown), up.shown
+    assert f"Logs: {tmp_path}" in up.shown
     up.process.send_signal(signal.SIGTERM)
     returncode, errors = up.wait()
     assert returncode == 0, errors

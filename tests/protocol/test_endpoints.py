@@ -52,3 +52,8 @@ def test_anything_else_is_none_and_is_shown(endpoint: str) -> None:
 def test_a_port_has_its_bounds(port: str) -> None:
     with pytest.raises(ValueError, match=r"a port from 1 to 65535, not 'h:"):
         check_endpoint(f"h:{port}")
+
+
+def test_one_that_does_not_end_is_none_and_is_not_shown() -> None:
+    with pytest.raises(ValueError, match=r"in at most 300 characters$"):
+        check_endpoint("h" * 200_000 + ":1")

@@ -30,6 +30,7 @@ from tests.router.answers import (
     hello,
     one_token_then_silence,
     rest_of,
+    say_hello,
     silence,
     until_ready,
 )
@@ -55,7 +56,7 @@ async def test_without_an_instance_of_a_role_the_fault_names_it(site: Site) -> N
     await asyncio.wait_for(until_ready(site.router, "p1", False), 5)
     fault = await site.fault()
     assert (fault.code, fault.reason) == (Code.UNAVAILABLE, Reason.NO_INSTANCE)
-    assert fault.metadata == {"role": "prefill"}
+    assert fault.metadata["role"] == "prefill"
 
 
 async def test_what_is_served_is_told_with_the_least_of_everyones_limits(site: Site) -> None:
@@ -300,3 +301,25 @@ def _left_of_requests() -> list[object]:
     kinds = (RoutedCall, AttemptLegs, RecoveringRequest, RoutableRequest)
     # By type alone: isinstance asks each object for its class, and some of torch's warn when asked.
     return [each for each in gc.get_objects() if type(each) in kinds]
+
+
+async def test_every_answer_and_every_refusal_names_its_trace(site: Site) -> None:
+    traceparent = (("traceparent", f"00-{'ab' * 16}-{'cd' * 8}-01"),)
+    site.p.script, site.d1.script, site.d2.script = hand_over, say_hello, say_hello
+    request = inference_pb2.GenerateRequest(
+        token_ids=inference_pb2.TokenIds(ids=[5, 6, 7]),
+        sampling=sampling_pb2.SamplingParams(max_tokens=4, temperature=0),
+    )
+    for metadata, trace in ((traceparent, "ab" * 16), ((), "")):
+        call = site.stub.Generate(request, metadata=metadata)
+        async for _ in call:
+            pass
+        told = dict(await call.trailing_metadata() or ())["traceresponse"]
+        assert isinstance(told, str) and trace in told.split("-")[1]
+    site.p.control.set_ready(False)
+    await asyncio.wait_for(until_ready(site.router, "p1", False), 5)
+    call = site.stub.Generate(request, metadata=traceparent)
+    with pytest.raises(grpc.aio.AioRpcError) as raised:
+        await call.read()
+    fault = rpc.read_error(raised.value)
+    assert isinstance(fault, Fault) and fault.metadata["trace_id"] == "ab" * 16

@@ -190,7 +190,9 @@ async def test_counts_and_the_trace_tell_of_each_try() -> None:
         names.ATTR_ATTEMPT: 2,
         names.ATTR_RECOVERY: "continuation",
         names.ATTR_ERROR_TYPE: "ENGINE_STUCK",
+        names.ATTR_PEER: "d1",
     }
+    assert span.attributes[names.ATTR_DECODE] == "d2"
 
 
 async def test_a_router_that_may_not_fails_at_once() -> None:

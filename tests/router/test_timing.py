@@ -37,6 +37,14 @@ def test_the_stages_of_an_answer_sum_to_its_first_token_from_where_routing_ends(
     assert seconds(told.first_token) == pytest.approx(0.1 - 0.005 - 0.08)
 
 
+def test_of_a_p_that_never_says_a_word_routing_ends_where_the_legs_are_open() -> None:
+    times = AnswerTimes(accepted=10.0, opened=10.002)
+    times.came(1, 10.1)
+    told = times.timings(11.0)
+    assert seconds(told.route) == pytest.approx(0.002)
+    assert seconds(told.first_token) == pytest.approx(0.098)
+
+
 @pytest.mark.parametrize("aggregated", [False, True])
 async def test_span_metric_and_answer_tell_the_same_route(aggregated: bool) -> None:
     exporter, reader = InMemorySpanExporter(), InMemoryMetricReader()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Sequence
 
@@ -135,3 +136,25 @@ async def test_what_a_request_says_enters_no_span() -> None:
         await until(lambda: ended <= {span.name for span in recorder.spans})
     for span in recorder.spans:
         assert str(told) not in span.to_json(), span.name
+
+
+async def test_a_client_that_leaves_in_mid_answer_is_no_defect_of_anybodys() -> None:
+    recorder = Recorder()
+    async with cluster(provider=recorder.provider) as running:
+        async with running.client() as stub:
+
+            async def leave(number: int) -> None:
+                message = request(
+                    [3 + number] * 40, Sampling(max_tokens=400, temperature=0.0, ignore_eos=True)
+                )
+                call = stub.Generate(message, timeout=30)
+                for _ in range(1 + number % 3):
+                    await call.read()
+                call.cancel()
+
+            for _ in range(5):
+                await asyncio.gather(*(leave(number) for number in range(20)))
+        await running.settled()
+    ends = {(span.attributes or {}).get("pd.outcome") for span in recorder.spans}
+    assert "CLIENT_GONE" in ends
+    assert not {"ENGINE_ERROR", "UNKNOWN"} & ends

@@ -43,6 +43,8 @@ UNSOUND = [
     "a=b c",
     "a=1;=2",
     "a b=1",
+    "a=b" + ";p= " * 1000 + '"',
+    "a=" + " " * 4000 + '"',
     "k=" + "x" * (MOST_BYTES - 1),
     ",".join(f"k{i}=v" for i in range(MOST_MEMBERS + 1)),
 ]

@@ -14,6 +14,10 @@ from pd_grpc.telemetry.logs import (
     LOGGER,
     MAX_FIELD_CHARS,
     MAX_MESSAGE_CHARS,
+    OTHERS_LINES,
+    OTHERS_PERIOD_S,
+    HumanFormatter,
+    LineHandler,
     configure_logging,
 )
 
@@ -184,3 +188,35 @@ def test_configuring_again_replaces_what_was_set_up() -> None:
     logging.getLogger("pd_grpc").info("once")
     assert lines(first) == []
     assert len(lines(second)) == 1
+
+
+def test_a_field_cannot_be_taken_for_several() -> None:
+    out = io.StringIO()
+    configure_logging("human", "info", out)
+    forged = 'x trace_id=dead code="OK" \u202etxet\u202c \u200b\ufeff'
+    logging.getLogger("pd_grpc.router").info("failed", extra={"request_id": forged})
+    line = lines(out)[0]
+    assert line.endswith(r'request_id="x trace_id=dead code=\"OK\" \u202etxet\u202c \u200b\ufeff"')
+
+
+def test_a_flood_of_anothers_lines_is_bounded_and_counted() -> None:
+    out, now = io.StringIO(), 100.0
+    handler = LineHandler(out, HumanFormatter(), "d0", lambda: now)
+    others, ours = logging.getLogger("somebody.else"), logging.getLogger("pd_grpc.flood")
+    for logger in (others, ours):
+        logger.addHandler(handler)
+        logger.propagate = False
+    try:
+        for _ in range(1000):
+            others.error("cannot be read", exc_info=ValueError("garbage"))
+            ours.error("one of ours")
+        assert out.getvalue().count("cannot be read") == OTHERS_LINES
+        assert out.getvalue().count("one of ours") == 1000
+        now += OTHERS_PERIOD_S
+        others.error("cannot be read")
+        assert f"{1000 - OTHERS_LINES} lines of this kind were left out" in out.getvalue()
+        assert out.getvalue().count("cannot be read") == OTHERS_LINES + 1
+    finally:
+        for logger in (others, ours):
+            logger.removeHandler(handler)
+            logger.propagate = True

@@ -8,6 +8,7 @@ import pytest
 from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.trace import SpanKind, StatusCode
 
+from pd_grpc.telemetry.rpc_calls import MOST_PEERS
 from tests.telemetry.recorder import Recorder, id_of, parent_of
 from tests.telemetry.rpc_echo import CALLERS, SHAPES, calls_of, echo_server, method_of
 from tests.waiting import until
@@ -155,6 +156,25 @@ async def test_peers_beyond_a_number_are_not_told_apart() -> None:
         call, _ = calls.made("pd_grpc.v1.DecodeService/Allocate", f"[::1]:{port}", None)
         call.ended("OK")
     points = recorder.points("rpc.client.call.duration")
-    assert len(points) <= 513
+    assert len(points) == MOST_PEERS + 1
     assert sum(point.count for _, point in points) == 2000
     assert {labels.get("server.address") for labels, _ in points} == {"::1", None}
+
+
+async def test_a_peer_that_never_answered_has_no_series_of_its_own() -> None:
+    recorder = Recorder()
+    calls = calls_of(recorder, "client")
+
+    def end(host: str, code: str) -> None:
+        call, _ = calls.made("pd_grpc.v1.DecodeService/Allocate", f"{host}:1", None)
+        call.ended(code)
+
+    for number in range(100):
+        end(f"named-by-a-caller-{number}", "UNAVAILABLE")
+    for code in ("UNAVAILABLE", "OK", "UNAVAILABLE"):
+        end("d0", code)
+    found = {
+        (labels.get("server.address"), labels["rpc.response.status_code"]): point.count
+        for labels, point in recorder.points("rpc.client.call.duration")
+    }
+    assert found == {(None, "UNAVAILABLE"): 101, ("d0", "OK"): 1, ("d0", "UNAVAILABLE"): 1}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from opentelemetry import trace
-from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
+from opentelemetry.sdk.trace import ReadableSpan, SpanProcessor, TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from opentelemetry.sdk.trace.sampling import (
@@ -21,7 +21,8 @@ from opentelemetry.trace import SpanContext, TraceFlags
 
 from pd_grpc.protocol.clock import ManualClock
 from pd_grpc.telemetry import names
-from pd_grpc.telemetry.tracing import Tracing, extract, trace_id
+from pd_grpc.telemetry.quick_spans import QuickProvider
+from pd_grpc.telemetry.tracing import MOST_CHARS, Tracing, extract, trace_id
 
 TRACE_ID = "0af7651916cd43dd8448eb211c80319c"
 SAMPLED = [("traceparent", f"00-{TRACE_ID}-b7ad6b7169203331-01")]
@@ -128,3 +129,35 @@ def test_a_span_of_the_application_that_is_not_sampled_is_left_alone() -> None:
     recorded = Recorded(ParentBased(ALWAYS_ON))
     recorded.tracing.end(recorded.tracing.start("pd.request", parent=context))
     assert above.is_recording() and not recorded.spans
+
+
+class Raising(SpanProcessor):
+    """Raises what an embedder's code may."""
+
+    def on_end(self, span: ReadableSpan) -> None:
+        raise LookupError("theirs")
+
+
+@pytest.mark.parametrize("provider", [QuickProvider, TracerProvider])
+def test_what_a_processor_raises_is_not_the_fault_of_a_request(
+    provider: type[TracerProvider], caplog: pytest.LogCaptureFixture
+) -> None:
+    made = provider()
+    made.add_span_processor(Raising())
+    tracing = Tracing(ManualClock(), "p0", "prefill", made)
+    for _ in range(3):
+        tracing.end(tracing.start("pd.request"))
+    assert len(caplog.records) <= 1
+
+
+def test_a_name_of_any_length_is_cut() -> None:
+    recorded = Recorded(ALWAYS_ON)
+    long: dict[str, str | int] = {
+        names.ATTR_REQUEST_ID: "x" * 4_000_000,
+        names.ATTR_PROMPT_TOKENS: 3,
+    }
+    recorded.tracing.end(recorded.tracing.start("pd.request", attributes=long))
+    (span,) = recorded.spans
+    assert span.attributes is not None
+    assert span.attributes[names.ATTR_REQUEST_ID] == "x" * MOST_CHARS
+    assert span.attributes[names.ATTR_PROMPT_TOKENS] == 3
