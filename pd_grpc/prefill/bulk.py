@@ -274,6 +274,7 @@ class _Transfer:
                 slab = self._sender.next_slab(self._clock.now())
                 if slab is None:
                     break
+                self._window.sent(self._sender)
                 self._watch()
                 table = self._sender.plan.block_table
                 if not await stream.write(slab, table[slab.block : slab.block + slab.blocks]):

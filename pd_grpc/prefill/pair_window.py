@@ -18,6 +18,7 @@ class PairWindow:
 
     def __init__(self) -> None:
         self._senders: dict[TransferSender, Callable[[], None]] = {}
+        """In the order in which they sent last, for that is the order of their turns."""
 
     def join(self, sender: TransferSender, wake: Callable[[], None]) -> None:
         """One more; `wake` is called when it may find room."""
@@ -33,6 +34,11 @@ class PairWindow:
         if not sender.unacked_bytes:
             return True
         return sum(each.unacked_bytes for each in self._senders) < sender.window_bytes
+
+    def sent(self, sender: TransferSender) -> None:
+        """One has sent a slab: the others come before it."""
+        if sender in self._senders:
+            self._senders[sender] = self._senders.pop(sender)
 
     def acked(self) -> None:
         """There may be room."""

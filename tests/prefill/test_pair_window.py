@@ -26,6 +26,7 @@ def sender(window: int) -> TransferSender:
 def sent_by(each: TransferSender, window: PairWindow) -> list[Slab]:
     found = []
     while window.has_room(each) and (slab := each.next_slab(0.0)) is not None:
+        window.sent(each)
         found.append(slab)
     return found
 
@@ -74,3 +75,15 @@ def test_what_was_on_the_way_on_a_broken_stream_counts_no_more() -> None:
     first.broken()
     assert not first.unacked_bytes
     assert len(sent_by(second, window)) == 4
+
+
+def test_whoever_has_sent_last_is_woken_last() -> None:
+    window = PairWindow()
+    senders = {name: sender(4) for name in ("first", "second", "third")}
+    woken: list[str] = []
+    for name, each in senders.items():
+        window.join(each, lambda name=name: woken.append(name))  # type: ignore[misc]
+    sent_by(senders["first"], window)
+    sent_by(senders["third"], window)
+    window.acked()
+    assert woken == ["second", "first", "third"]
