@@ -93,8 +93,8 @@ class Sizes(_Section):
         16 * MIB, ge=MIB, description="largest control message (a prompt of a million tokens)"
     )
     # Of 512 KiB, 1 and 2 MiB (the legs of `pd-grpc bench kv` at 256 MiB, two busy cores): CPU of
-    # sender and receiver together 2.1, 1.9 and 1.7 s a GiB; memory beyond the pools of a pair 55
-    # MiB at 1 MiB, and 99 at 2, which is too much.
+    # sender and receiver together 1.7, 1.5 and 1.4 s a GiB; memory of the pair beyond its pools 45,
+    # 50 and 88 MiB, of which 64 are allowed.
     chunk_bytes: int = Field(MIB, ge=4096, description="payload of a KV chunk, about")
     # 2, 4 and 8 MiB give the same rate over loopback; the largest serves longer links, and costs
     # no more memory, as all streams of a pair keep to one window together.
