@@ -37,6 +37,9 @@ from pd_grpc.v1 import transfer_pb2
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
+ACKS_PER_WINDOW = 2
+"""Of a sender that uses its window: each ack costs either end, and too few would let it run dry."""
+
 
 class BulkServer:
     """The shard of a D. `listeners` are called on the bulk thread with events for D's machine."""
@@ -92,7 +95,8 @@ class BulkServer:
 
     async def Transfer(self, request_iterator: Any, context: Context) -> None:
         """One stream of chunks in and acks out."""
-        stream, outbox = next(self._numbers), TransferOutbox()
+        stream = next(self._numbers)
+        outbox = TransferOutbox(self._config.send_window_bytes // ACKS_PER_WINDOW)
         self._outboxes[stream] = outbox
         self._receiver.stream_began(stream)
         reader = asyncio.create_task(self._read(stream, request_iterator, outbox))

@@ -14,6 +14,7 @@ from typing import Any
 
 from pd_grpc.prefill import events as ev
 from pd_grpc.prefill.actions import OpenTransfer
+from pd_grpc.prefill.pair_window import PairWindow
 from pd_grpc.prefill.sender import TransferSender
 from pd_grpc.protocol.clock import Clock
 from pd_grpc.protocol.faults import Code, Fault, Reason, TransportFault
@@ -54,6 +55,7 @@ class BulkSender:
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._run, name="pd-bulk", daemon=True)
         self._transfers: dict[TransferKey, dict[int, _Transfer]] = {}
+        self._windows: dict[str, PairWindow] = {}
         self._retiring: set[_Transfer] = set()
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -77,6 +79,7 @@ class BulkSender:
 
     def forget(self, endpoint: str) -> None:
         """Nothing more goes to a shard."""
+        self._post(self._windows.pop, endpoint, None)
         for transport in self._transports.values():
             self._post(transport.forget, endpoint)
 
@@ -110,7 +113,7 @@ class BulkSender:
                 self._tell,
                 self._log,
             )
-        transfer.open(action, metadata)
+        transfer.open(action, metadata, self._windows.setdefault(action.endpoint, PairWindow()))
 
     def _layer_ready(
         self, computed: Sequence[tuple[TransferKey, int]], group: int, layer: int
@@ -202,11 +205,14 @@ class _Transfer:
         self._pump: asyncio.Task[None] | None = None
         self._stall: asyncio.TimerHandle | None = None
         self._streams = 0
+        self._window = PairWindow()
         self._leftovers: set[asyncio.Task[None]] = set()
 
-    def open(self, action: OpenTransfer, metadata: Metadata) -> None:
+    def open(self, action: OpenTransfer, metadata: Metadata, window: PairWindow) -> None:
         """Begin a stream."""
         self._streams += 1
+        self._window = window
+        window.join(self._sender, self._more.set)
         self._sender.opening(self._clock.now())
         transport = self._transports[plain_transport(action.open.transport)]
         self._stream = transport.open(
@@ -224,6 +230,7 @@ class _Transfer:
 
     async def close(self) -> None:
         """Stop sending; when it returns P's memory is not read any more."""
+        self._window.leave(self._sender)
         self._unwatch()
         if self._stream is not None:
             await self._stream.close()
@@ -254,7 +261,7 @@ class _Transfer:
     def acked(self, ranges: Sequence[Slab], accepted_bytes: int) -> None:
         self._sender.acked(ranges, accepted_bytes, self._clock.now())
         self._watch()
-        self._more.set()
+        self._window.acked()
         self._tell(ev.KvAcked(self._key, self._shard, ranges, self._sender.acked_bytes))
 
     def completed(self) -> None:
@@ -266,6 +273,7 @@ class _Transfer:
 
     def broken(self, fault: Fault | TransportFault) -> None:
         self._sender.broken()
+        self._window.leave(self._sender)
         self._unwatch()
         if self._pump is not None:
             self._pump.cancel()
@@ -275,7 +283,11 @@ class _Transfer:
         while True:
             await self._more.wait()
             self._more.clear()
-            while (slab := self._sender.next_slab(self._clock.now())) is not None:
+            while self._window.has_room(self._sender):
+                slab = self._sender.next_slab(self._clock.now())
+                if slab is None:
+                    break
+                self._window.sent(self._sender)
                 self._watch()
                 table = self._sender.plan.block_table
                 if not await stream.write(slab, table[slab.block : slab.block + slab.blocks]):
@@ -287,10 +299,12 @@ class _Transfer:
                 return
 
     def _watch(self) -> None:
-        """Wake when the shard will have been silent too long."""
-        self._unwatch()
+        """Wake when the shard will have been silent too long. A timer that runs already stays: the
+        deadline only moves on, and when the timer is over it is looked at again."""
         at = self._sender.deadline()
-        if at is not None:
+        if at is None:
+            self._unwatch()
+        elif self._stall is None:
             delay = max(0.0, at - self._clock.now())
             self._stall = self._loop.call_later(delay, self._stalled)
 

@@ -107,9 +107,17 @@ class Sizes(_Section):
     max_message_bytes: int = Field(
         16 * MIB, ge=MIB, description="largest control message (a prompt of a million tokens)"
     )
+    # Of 512 KiB, 1 and 2 MiB (the legs of `pd-grpc bench kv` at 256 MiB, two busy cores): CPU of
+    # sender and receiver together 1.7, 1.5 and 1.4 s a GiB; memory of the pair beyond its pools 45,
+    # 50 and 88 MiB, of which 64 are allowed.
     chunk_bytes: int = Field(MIB, ge=4096, description="payload of a KV chunk, about")
+    # 2, 4 and 8 MiB give the same rate over loopback; the largest serves longer links, and costs
+    # no more memory, as all streams of a pair keep to one window together.
     send_window_bytes: int = Field(
-        8 * MIB, ge=4096, description="KV bytes a shard lets a sender have unacknowledged"
+        8 * MIB,
+        ge=4096,
+        description="KV bytes a shard lets a sender have unacknowledged, on a stream and, as P"
+        " keeps to it, on all streams to that shard together",
     )
     allocate_queue: int = Field(1024, ge=1, description="Allocates that may wait for blocks on D")
     client_legs: int = Field(
