@@ -16,7 +16,7 @@ from pd_grpc.protocol.clock import SystemClock
 from pd_grpc.protocol.config import PrefillConfig
 from pd_grpc.protocol.layout import KvLayout
 from pd_grpc.protocol.refs import TransferKey
-from pd_grpc.transport.base import LayerRun, SendPlan
+from pd_grpc.transport.base import LayerRun, SendPlan, SendTransport
 from pd_grpc.transport.inline import InlineTransport
 from pd_grpc.v1 import layout_pb2, transfer_pb2, types_pb2
 
@@ -32,7 +32,7 @@ class Pusher:
         self._loop = asyncio.get_running_loop()
         self._waiting: dict[TransferKey, asyncio.Future[float]] = {}
         inline = InlineTransport(memory, partial(rpc.aio_channel, timeouts=config, sizes=config))
-        transports = {layout_pb2.TRANSPORT_INLINE: inline}
+        transports: dict[int, SendTransport] = {layout_pb2.TRANSPORT_INLINE: inline}
         self._bulk = BulkSender(layout, transports, config.chunk_bytes, SystemClock(), self._report)
         self._bulk.start()
 
