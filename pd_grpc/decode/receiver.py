@@ -283,7 +283,7 @@ class Receiver:
         runs = [(start, grant.blocks[start : start + count]) for start, count in grant.wanted]
         target = self._transports[state.transport].target(runs)
         opened = transfer_pb2.TransferOpened(
-            verified=verified_ranges(grant.verified),
+            verified=self._verified(grant),
             window_bytes=self._config.send_window_bytes,
             target=target,
             audit=target is not None and grant.audited,
@@ -360,6 +360,9 @@ class Receiver:
         if not state.opened or grant is None:
             raise Fault(Reason.WRONG_STATE, "opened has not been answered", {"state": "open"})
         return grant
+
+    def _verified(self, grant: _Grant) -> list[transfer_pb2.KvRange]:
+        return verified_ranges(grant.verified)
 
     def _fail(self, stream: int, state: _Stream, fault: Fault) -> list[Action]:
         """What P sent is wrong: its stream ends, and so does the transfer."""
