@@ -38,6 +38,8 @@ AFTER_FAULTS = {
 }
 """What a day without a fault does not show."""
 
+_OF_CALLS = {names.METRIC_RPC_CLIENT_DURATION, names.METRIC_RPC_SERVER_DURATION}
+
 BY_DECODE = {
     names.METRIC_PREPARE_IN_FLIGHT,
     names.METRIC_PREPARE_WAITING,
@@ -158,7 +160,9 @@ async def test_refusals_count_by_reason_and_no_request_makes_a_label_of_its_own(
         await running.settled()
         read = Read(reader)
     assert read.value(names.METRIC_REFUSALS, instance="router", reason="TOO_LARGE") == 6
-    assert _series(read) == before
+    grown = {name: n - before[name] for name, n in _series(read).items() if n != before[name]}
+    # The end of a call may be seen as OK or as cancelled, and by its own end only later.
+    assert grown.keys() <= _OF_CALLS and sum(grown.values()) <= 4, grown
 
 
 async def test_a_conversation_counts_as_a_chat(reader: InMemoryMetricReader) -> None:
