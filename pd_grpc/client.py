@@ -85,6 +85,7 @@ class Options(TypedDict, total=False):
     logprobs: int
     generated_token_ids: Sequence[int]
     request_id: str
+    cache_salt: bytes
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,7 @@ from pd_grpc.protocol.rpc import PortInUse
 from pd_grpc.servers.allocator import keep_freed_memory
 from pd_grpc.telemetry.exporting import Telemetry, make_telemetry
 from pd_grpc.telemetry.logs import LOGGER, LineHandler, configure_logging
+from pd_grpc.transport.registry import UnknownTransport
 
 _log = logging.getLogger(f"{LOGGER}.servers")
 
@@ -83,7 +84,7 @@ def run(
         if telemetry.prometheus:
             _say(f"metrics {role} {config.name or role} {telemetry.prometheus}", sys.stdout)
         return asyncio.run(_serve(role, config, telemetry, lines, start))
-    except (SettingsError, ModelError) as error:
+    except (SettingsError, ModelError, UnknownTransport) as error:
         print(f"pd-grpc serve {role}: {error}", file=sys.stderr)
         return EXIT_CONFIGURATION
     except PortInUse as error:

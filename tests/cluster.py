@@ -12,6 +12,7 @@ from opentelemetry.metrics import MeterProvider
 from opentelemetry.sdk.trace import TracerProvider
 
 from pd_grpc.blocks.pool import BlockPool, BlockState
+from pd_grpc.blocks.prefix_cache import PrefixCache
 from pd_grpc.decode.server import DecodeServer, start_decode
 from pd_grpc.engine.base import Engine
 from pd_grpc.engine.sim import SimEngine
@@ -23,7 +24,13 @@ from pd_grpc.router.server import RouterServer, start_router
 from pd_grpc.v1 import admin_pb2, admin_pb2_grpc, inference_pb2_grpc
 from tests.waiting import until
 
-SIM: dict[str, Any] = {"engine": "sim", "num_blocks": 256, "chunk_tokens": 64}
+SIM: dict[str, Any] = {
+    "engine": "sim",
+    "num_blocks": 256,
+    "chunk_tokens": 64,
+    # Most tests look at the bytes of chunks; those of another transport name it.
+    "transports": ("inline",),
+}
 
 
 @dataclass
@@ -38,11 +45,18 @@ class Cluster:
         """Every pool of the cluster."""
         return [p.pool for p in self.prefills] + [d.pool for d in self.decodes]
 
+    def caches(self) -> list[PrefixCache]:
+        """What each pool keeps for prompts that begin alike."""
+        ps = [p.runtime.machine.cache for p in self.prefills]
+        return ps + [d.machine.ledger.cache for d in self.decodes]
+
     async def settled(self) -> None:
-        """Wait until every block is back, and check that none was lost."""
+        """Wait until every block is back, free or cached, and check that none was lost."""
         for pool in self.pools():
-            await until(partial(_all_free, pool))
+            await until(partial(_all_back, pool))
             pool.check()
+        for cache in self.caches():
+            cache.check()
         # The last word of a request may still be on its way; the listing itself is asked over gRPC.
         await until(self._nothing_in_flight)
         endpoints = [self.router.endpoint]
@@ -132,7 +146,10 @@ async def cluster(
         running = Cluster(router, ps, ds)
         yield running
         await running.settled()
+        for cache in running.caches():
+            cache.clear()
+            assert cache.pool.counts()[BlockState.FREE] == cache.pool.total
 
 
-def _all_free(pool: BlockPool) -> bool:
-    return pool.counts()[BlockState.FREE] == pool.total
+def _all_back(pool: BlockPool) -> bool:
+    return pool.free == pool.total

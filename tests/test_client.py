@@ -88,6 +88,7 @@ async def test_every_option_reaches_the_instances(site: Site) -> None:
             ignore_eos=True,
             logprobs=2,
             generated_token_ids=[8],
+            cache_salt=b"tenant-7",
         ).collect()
     sampling = site.p.requests[0].sampling
     assert (sampling.max_tokens, sampling.min_tokens) == (9, 1)
@@ -95,6 +96,7 @@ async def test_every_option_reaches_the_instances(site: Site) -> None:
     assert (sampling.seed, sampling.ignore_eos, sampling.logprobs) == (7, True, 2)
     assert (list(sampling.stop), list(sampling.stop_token_ids)) == (["x", "y"], [4])
     assert list(site.p.requests[0].generated_token_ids) == [8]
+    assert site.p.requests[0].scope.cache_salt == b"tenant-7"
 
 
 async def test_a_refusal_is_a_fault_with_its_fields(site: Site) -> None:

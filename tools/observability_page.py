@@ -24,6 +24,14 @@ MEANINGS: Mapping[str, tuple[str, str]] = {
         "seen to stop are kept out of use",
         "`free` that does not come back when nothing runs: a leak, please report it",
     ),
+    names.METRIC_PREFIX_LOOKUP_TOKENS: (
+        "its rate follows the prompts that were granted or computed",
+        "0 while prompts come: `--prefix-cache 0`, or prompts shorter than a block",
+    ),
+    names.METRIC_PREFIX_HIT_TOKENS: (
+        "its rate over that of the lookups is the share that was spared",
+        "prompts no longer begin alike, or the pool is too full to keep what nobody holds",
+    ),
     names.METRIC_TRANSFER_BYTES: (
         "its rate is the KV that crosses, and follows the prompts",
         "its rate falls while prompts come: the link, or P is not granted blocks",

@@ -23,7 +23,17 @@ ROOT = Path(__file__).parent.parent
 PACKAGE = "pd_grpc.v1"
 BUF_LIMIT_S = 60
 
-ORDER = ("types", "sampling", "layout", "decode", "transfer", "prefill", "inference", "admin")
+ORDER = (
+    "types",
+    "sampling",
+    "layout",
+    "decode",
+    "transfer",
+    "shm",
+    "prefill",
+    "inference",
+    "admin",
+)
 """The files in the order of the conversation; one that is not named here comes last."""
 
 # Where descriptor.proto keeps what a comment can stand at, as paths of source locations go.

@@ -63,7 +63,6 @@ function checkReserved(sampling, scope) {
     'sampling.logprobs': s.logprobs !== undefined, // a feature, which the sim model has not
     'scope.model': r.model,
     'scope.adapter': r.adapter,
-    'scope.cache_salt': r.cache_salt?.length,
     'scope.media_hashes': r.media_hashes?.length,
     'scope.tenant': r.tenant,
     'scope.priority': r.priority,
@@ -75,6 +74,12 @@ function checkReserved(sampling, scope) {
   if (name) throw feature(name);
 }
 
+const saltOf = (scope) => Buffer.from(scope?.cache_salt ?? []);
+
+function saltErrors(scope) {
+  return saltOf(scope).length > 64 ? [wrong('scope.cache_salt', 'must have at most 64 bytes')] : [];
+}
+
 /** The fault when P's leg and the client's do not mean the same request; null when they do. */
 function legsDiffer(allocate, client) {
   if (!allocate || !client) return null;
@@ -84,6 +89,7 @@ function legsDiffer(allocate, client) {
     prompt_digest: promptDigest(tokens).equals(allocate.prompt_digest),
     sampling: JSON.stringify(samplingOf(allocate.sampling)) === JSON.stringify(sampling),
     max_new_tokens: allocate.max_new_tokens === sampling.max_tokens - client.generated.length,
+    'scope.cache_salt': saltOf(allocate.scope).equals(client.salt),
   };
   const part = Object.keys(same).find((name) => !same[name]);
   if (!part) return null;
@@ -202,17 +208,27 @@ class Checks {
     if (request.prompt_digest.length !== 32) {
       errors.push(wrong('prompt_digest', 'must have 32 bytes'));
     }
+    errors.push(...saltErrors(request.scope), ...this.hashErrors(request));
     if (errors.length) throw badRequest(...errors);
     const { prompt_tokens: prompt, max_new_tokens: output } = request;
     this.length(prompt, output, 'prompt_tokens', request.kv_needed);
   }
 
-  /** A client's leg, whose tokens and sampling it returns. */
+  /** This D keeps no KV of one request for another, and makes no use of the names of blocks. */
+  hashErrors(request) {
+    const hashes = request.block_hashes, { block_size: size } = this.model.layout;
+    const fits = hashes.length <= Math.floor(request.prompt_tokens / size);
+    if (fits && hashes.every(({ hash }) => hash.length === 16)) return [];
+    return [wrong('block_hashes', 'one of 16 bytes for each whole block at most')];
+  }
+
+  /** A client's leg, whose tokens, sampling and salt it returns. */
   generate(request) {
     checkReserved(request.sampling, request.scope);
     const sampling = samplingOf(request.sampling), generated = request.generated_token_ids;
     const prompt = request.token_ids?.ids ?? [], kind = request.prompt;
     const errors = [...samplingErrors(sampling), ...nameErrors(request.request_id, 'request_id')];
+    errors.push(...saltErrors(request.scope));
     if (kind === 'text' || kind === 'messages') {
       errors.push(wrong(kind, 'is for the router to read; a decode instance takes token_ids'));
     } else if (!prompt.length) {
@@ -227,7 +243,7 @@ class Checks {
     const left = sampling.max_tokens - generated.length;
     // With one token left, which is P's own, a hand-over needs no KV here.
     this.length(prompt.length + generated.length, left, 'token_ids', left > 1 || !request.handoff);
-    return { prompt, generated, sampling };
+    return { prompt, generated, sampling, salt: saltOf(request.scope) };
   }
 
   tokenErrors(ids, field) {

@@ -889,8 +889,8 @@ function completeStream(stream, { chunks, bytes }) {
 
 /** A client's leg, and the tokens on their way to it: as many in a message as wait. */
 class Client {
-  constructor(call, { prompt, generated, sampling }, budgetMs) {
-    Object.assign(this, { prompt, generated, sampling });
+  constructor(call, { prompt, generated, sampling, salt }, budgetMs) {
+    Object.assign(this, { prompt, generated, sampling, salt });
     this.until = now() + budgetMs;
     this.rule = new StopRule(sampling, generated);
     this.outbox = new Outbox(call);

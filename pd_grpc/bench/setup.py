@@ -74,6 +74,8 @@ SETTINGS: Mapping[str, Any] = {
     "num_blocks": 10_000,
     "max_batch": 256,
     "chunk_tokens": 8192,
+    # What is compared sends and computes every prompt whole, however often it comes.
+    "prefix_cache": 0.0,
     "log_level": "error",
     # Longer than any run: a scaled system must not meet unscaled timers. But for `attach_s`, which
     # ends what was handed over for a client that had left before its own leg came.

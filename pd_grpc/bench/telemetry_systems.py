@@ -58,6 +58,7 @@ ENGINE: Mapping[str, Any] = {
     "num_blocks": 8192,
     "max_batch": 64,
     "chunk_tokens": 2048,
+    "prefix_cache": 0.0,
 }
 """Of every P and D."""
 

@@ -48,6 +48,10 @@ WORKERS = {
     "observed-server": ("pd_grpc.bench.telemetry_workers", "ObservedServer"),
     "asker": ("pd_grpc.bench.telemetry_workers", "Asker"),
     "sink": ("pd_grpc.bench.telemetry_sink", "Sink"),
+    "kv-asker": ("pd_grpc.bench.kv.decoding", "KvAsker"),
+    "kv-pusher": ("pd_grpc.bench.kv.decoding", "KvPusher"),
+    "kv-receiver": ("pd_grpc.bench.kv.workers", "KvReceiver"),
+    "kv-sender": ("pd_grpc.bench.kv.workers", "KvSender"),
 }
 """Imported only where they are needed: dozens of processes are started."""
 _PLAIN = frozenset({"plain-prefill", "plain-decode", "plain-router", "observed-server"})

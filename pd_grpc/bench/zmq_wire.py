@@ -21,12 +21,13 @@ class MissingExtra(RuntimeError):
 
 
 def load(module: str) -> Any:
-    """A module of the `bench` extra. MissingExtra."""
+    """A module of the `bench` extra, or torch. MissingExtra."""
     try:
         return importlib.import_module(module)
     except ImportError as error:
+        extra = "all" if module == "torch" else "bench"
         raise MissingExtra(
-            f"{module} is not installed; the benchmark needs `pip install pd-grpc[bench]`"
+            f"{module} is not installed; the benchmark needs `pip install pd-grpc[{extra}]`"
         ) from error
 
 

@@ -108,6 +108,14 @@ class Holding:
             raise ValueError(f"quarantined blocks of {self._owner!r} cannot grow")
         self._pool._grow(self, n)
 
+    def split(self, n: int) -> Holding:
+        """Hand the first `n` blocks over to a new holding of the same owner and state, and keep the
+        others. ValueError, changing nothing, when it has fewer."""
+        self._check_live()
+        if not 0 <= n <= len(self._blocks):
+            raise ValueError(f"n: {self._owner!r} has {len(self._blocks)} blocks, not {n}")
+        return self._pool._split(self, n)
+
     def quarantine(self) -> None:
         """Keep the blocks from being reused until a writer is known to have stopped."""
         self.move(BlockState.QUARANTINED)
@@ -140,6 +148,7 @@ class BlockPool:
             raise ValueError(f"total: a pool has at least 1 block, not {total}")
         self._total = total
         self._on_evict = on_evict
+        self._keep_most = total
         self._free: deque[int] = deque(range(total))
         self._cached: OrderedDict[int, None] = OrderedDict()
         self._kept: set[int] = set()
@@ -158,6 +167,10 @@ class BlockPool:
     def free(self) -> int:
         """Blocks that `reserve` could have now: the free and the cached ones."""
         return len(self._free) + len(self._cached)
+
+    def state_of(self, block: int) -> BlockState:
+        """The class that a block counts in."""
+        return self._class[block]
 
     def counts(self) -> dict[BlockState, int]:
         """Blocks of each state; all states are there and the sum is `total`."""
@@ -199,6 +212,25 @@ class BlockPool:
         `reserve` evicts the one that has been cached longest. ValueError as for `share`."""
         self._check_known(blocks)
         self._kept.update(blocks)
+
+    def kept(self) -> set[int]:
+        """The blocks that are cached, or will be once their last holder is gone."""
+        return set(self._kept)
+
+    def keep_at_most(self, blocks: int, on_evict: Callable[[int], None]) -> None:
+        """Bound how many blocks are cached, and say who is told of each that is evicted. Beyond the
+        bound the one that has been cached longest is."""
+        self._keep_most = blocks
+        self._on_evict = on_evict
+        self._evict_surplus()
+
+    def keep_none(self) -> None:
+        """Free what is cached, and unmark what is held. Nobody is told."""
+        self._kept.clear()
+        cached, self._cached = self._cached, OrderedDict()
+        for block in cached:
+            self._free.append(block)
+            self._reclassify(block)
 
     def check(self) -> None:
         """PoolCorrupt unless every block is in exactly one class, the one its holders say, and the
@@ -267,6 +299,16 @@ class BlockPool:
             self._on_evict(block)
         return block
 
+    def _split(self, holding: Holding, n: int) -> Holding:
+        first = Holding(self, holding.blocks[:n], holding.state, holding.owner)
+        for block in first.blocks:
+            self._holders[block].remove(holding)
+            self._holders[block].append(first)
+        # A new list, as in `_release`.
+        holding._blocks = holding.blocks[n:]
+        self._live.add(first)
+        return first
+
     def _move(self, holding: Holding, state: BlockState) -> None:
         holding._state = state
         for block in holding.blocks:
@@ -277,14 +319,22 @@ class BlockPool:
         self._live.remove(holding)
         for block in holding.blocks:
             self._holders[block].remove(holding)
-            if not self._holders[block]:
-                if block in self._kept:
-                    self._cached[block] = None
-                else:
-                    self._free.append(block)
+            if not self._holders[block] and block not in self._kept:
+                self._free.append(block)
             self._reclassify(block)
+        # Backwards: a block is of no use without those before it, so the last one is evicted first.
+        for block in reversed(holding.blocks):
+            if self._class[block] is BlockState.CACHED:
+                self._cached[block] = None
+        self._evict_surplus()
         # A new list: one that a caller still holds goes on saying what was held.
         holding._blocks = []
+
+    def _evict_surplus(self) -> None:
+        while len(self._cached) > self._keep_most:
+            block = self._evict()
+            self._free.append(block)
+            self._reclassify(block)
 
     def _reclassify(self, block: int) -> None:
         holders = self._holders[block]

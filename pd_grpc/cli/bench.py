@@ -1,4 +1,5 @@
-"""`pd-grpc bench`: what preparing costs, and telemetry, beside what they are compared with."""
+"""`pd-grpc bench`: what preparing, moving KV and telemetry cost, beside what they are compared
+with."""
 
 from __future__ import annotations
 
@@ -126,6 +127,48 @@ def telemetry(
 
 
 @bench.command()
+def kv(
+    json_file: Annotated[
+        Path | None, typer.Option("--json", metavar="FILE", help="Write the report as JSON.")
+    ] = None,
+    plot: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Draw rates against amounts; its ending is the format."),
+    ] = None,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="Every figure within some minutes, from far less.")
+    ] = False,
+) -> None:
+    """Compare the ways to move KV between processes with memcpy, a socket, ZeroMQ and bare gRPC,
+    and tell what KV that lands costs a D that decodes.
+
+    Without --quick it takes about half an hour and 4 GiB of memory, and wants the machine for
+    itself. Exits with 1 when a block is not what was sent.
+    """
+    _check_extra("torch")
+    from pd_grpc.bench.kv.plot import plot_rates
+    from pd_grpc.bench.kv.run import FIGURES, KvScope, bench_kv, faults_of
+    from pd_grpc.bench.plot import check_plot
+    from pd_grpc.cli.long_run import carry_out, check_place
+
+    if plot is not None:
+        try:
+            check_plot(plot)
+        except ValueError as error:
+            refuse(f"--plot {plot}: {error}")
+        check_place(plot)
+    scope = KvScope.of(quick)
+
+    async def work(tell: Any) -> dict[str, Any]:
+        report = await bench_kv(scope, tell)
+        if plot is not None:
+            await asyncio.to_thread(plot_rates, report, plot)
+        return report
+
+    carry_out("kv", work, json_file, FIGURES, faults_of)
+
+
+@bench.command()
 def calibrate(
     by_runs: Annotated[
         bool, typer.Option("--by-runs", help="Measure the serial row in place of reckoning it.")
@@ -159,11 +202,11 @@ def _run(title: str, work: Any) -> Any:
         raise typer.Exit(EXIT_FAILED) from error
 
 
-def _check_extra() -> None:
+def _check_extra(*more: str) -> None:
     from pd_grpc.bench.zmq_wire import MissingExtra, load
 
     try:
-        for module in _NEEDS:
+        for module in (*_NEEDS, *more):
             load(module)
     except MissingExtra as error:
         say_error(str(error))

@@ -33,6 +33,9 @@ def generate(
     seed: int | None = typer.Option(None, help="Seed; without one the router mints it."),
     stop: list[str] = _STOP,
     ignore_eos: bool = typer.Option(False, "--ignore-eos", help="Go on at end of sequence."),
+    cache_salt: str = typer.Option(
+        "", help="Share KV in prefix caches only with requests of the same salt."
+    ),
     raw: bool = typer.Option(
         False, "--raw/--chat", help="The plain text, or a chat message (the default)."
     ),
@@ -55,6 +58,8 @@ def generate(
         options["top_p"] = top_p
     if seed is not None:
         options["seed"] = seed
+    if cache_salt:
+        options["cache_salt"] = cache_salt.encode()
     if not text:
         refuse("the prompt is empty")
     prompt: dict[str, Any] = {"text": text} if raw else {"messages": [("user", text)]}

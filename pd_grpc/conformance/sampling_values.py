@@ -28,7 +28,6 @@ RESERVED_SAMPLING: dict[str, Any] = {
 RESERVED_SCOPE: dict[str, Any] = {
     "model": "another",
     "adapter": "lora",
-    "cache_salt": b"salt",
     "media_hashes": [b"m" * 32],
     "tenant": "somebody",
     "priority": -1,
@@ -36,7 +35,7 @@ RESERVED_SCOPE: dict[str, Any] = {
     "draft_token_ids": [5],
     "direction": sampling_pb2.DIRECTION_PULL,
 }
-"""Each field of RequestScope, all of them reserved, in use."""
+"""Each reserved field of RequestScope, in use."""
 
 SAMPLING_OFF: dict[str, Any] = {
     "min_p": 0.0,

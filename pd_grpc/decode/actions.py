@@ -10,7 +10,7 @@ from pd_grpc.engine.base import DecodeSlot, PrefillChunk
 from pd_grpc.engine.stopping import Finish
 from pd_grpc.protocol.faults import Fault
 from pd_grpc.protocol.refs import TransferKey
-from pd_grpc.v1 import decode_pb2, types_pb2
+from pd_grpc.v1 import decode_pb2, layout_pb2, types_pb2
 
 if TYPE_CHECKING:  # a transfer holds what it has yet to emit
     from pd_grpc.decode.transfer import Ended, Owner
@@ -80,14 +80,16 @@ class FinishGenerate:
 
 @dataclass(frozen=True)
 class OpenReceive:
-    """Let KV in for a grant: `blocks[i]` is the physical block of logical block `i`, and the first
-    `wanted` of them are to come, from `owner` alone."""
+    """Let KV in for a grant: `blocks[i]` is the physical block of logical block `i`, and the runs
+    (start, count) `wanted` of logical blocks are to come, from `owner` alone, by `transport` or
+    inline. The others hold their KV already and are not to be written to."""
 
     grant_id: str
     key: TransferKey
     owner: Owner
     blocks: tuple[int, ...]
-    wanted: int
+    wanted: tuple[tuple[int, int], ...]
+    transport: int = layout_pb2.TRANSPORT_INLINE
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,7 @@ from google.protobuf.message import DecodeError
 from pd_grpc.decode import actions as act
 from pd_grpc.decode import events as ev
 from pd_grpc.decode.receiver import Action, EndStream, Receiver, Respond
+from pd_grpc.decode.transfer import Owner
 from pd_grpc.decode.transfer_outbox import TransferOutbox
 from pd_grpc.protocol import rpc
 from pd_grpc.protocol.clock import Clock
@@ -30,10 +31,14 @@ from pd_grpc.protocol.sampling import FieldError
 from pd_grpc.protocol.serving import HandlerRegistry
 from pd_grpc.protocol.unforeseen import defect
 from pd_grpc.telemetry.log_events import Event
+from pd_grpc.transport.base import ReceiveTransport
 from pd_grpc.transport.chunk_codec import SERVICE, IncomingRequest, parse_request
 from pd_grpc.v1 import transfer_pb2
 
 Context = grpc.aio.ServicerContext[Any, Any]
+
+ACKS_PER_WINDOW = 2
+"""Of a sender that uses its window: each ack costs either end, and too few would let it run dry."""
 
 
 class BulkServer:
@@ -45,11 +50,14 @@ class BulkServer:
         receiver: Receiver,
         clock: Clock,
         wire: Wire | None = None,
+        transports: Iterable[ReceiveTransport] = (),
     ) -> None:
+        """`transports` are those of `receiver`, to be started and stopped."""
         self.listeners: list[Callable[[ev.Event], None]] = []
         self._config = config
         self._receiver = receiver
         self._clock = clock
+        self._transports = tuple(transports)
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._run, name="pd-bulk", daemon=True)
         self._outboxes: dict[int, TransferOutbox] = {}
@@ -87,7 +95,8 @@ class BulkServer:
 
     async def Transfer(self, request_iterator: Any, context: Context) -> None:
         """One stream of chunks in and acks out."""
-        stream, outbox = next(self._numbers), TransferOutbox()
+        stream = next(self._numbers)
+        outbox = TransferOutbox(self._config.send_window_bytes // ACKS_PER_WINDOW)
         self._outboxes[stream] = outbox
         self._receiver.stream_began(stream)
         reader = asyncio.create_task(self._read(stream, request_iterator, outbox))
@@ -134,7 +143,7 @@ class BulkServer:
         receiver = self._receiver
         if isinstance(action, act.OpenReceive):
             grant = action.grant_id, action.key, action.owner, action.blocks, action.wanted
-            self._perform(receiver.open_grant(*grant))
+            self._perform(receiver.open_grant(*grant, action.transport))
         elif isinstance(action, act.CloseReceive):
             self._perform(receiver.close_grant(action.grant_id, action.fault, self._clock.now()))
         elif isinstance(action, act.AdmitSession):
@@ -186,6 +195,15 @@ class BulkServer:
         )
         self.port = rpc.bind(self._server, self._config.host, self._config.bulk_port)
         await self._server.start()
+        for transport in self._transports:
+            await transport.start(self._writer)
+
+    def _writer(self, name: str, epoch: int, writes: bool) -> None:
+        """A process of P can write to the pool itself from now on, or cannot any more."""
+        owner = Owner(name, epoch)
+        event = ev.WriterAttached(owner) if writes else ev.WriterGone(owner)
+        for listener in self.listeners:
+            listener(event)
 
     async def _stop(self) -> None:
         if self._wake is not None:
@@ -193,6 +211,8 @@ class BulkServer:
         if self._server is not None:
             await self._server.stop(0)
         await self._handlers.drained()
+        for transport in self._transports:
+            await transport.stop()
 
     def _run(self) -> None:
         asyncio.set_event_loop(self._loop)

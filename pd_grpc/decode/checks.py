@@ -6,11 +6,13 @@ from dataclasses import dataclass
 
 from pd_grpc.blocks.pool import blocks_for
 from pd_grpc.decode.transfer import ClientLeg, Transfer
+from pd_grpc.protocol.block_hashes import HASH_BYTES
 from pd_grpc.protocol.config import EngineConfig
 from pd_grpc.protocol.faults import Fault, Reason, bad_request, not_meant
 from pd_grpc.protocol.messages import (
     prompt_digest,
     sampling_from_proto,
+    scope_errors,
     token_errors,
     unbuilt_sampling,
     unbuilt_scope,
@@ -92,6 +94,13 @@ def check_allocate(
         wrong.append(FieldError("max_new_tokens", "must be at least 1"))
     if len(request.prompt_digest) != DIGEST_BYTES:
         wrong.append(FieldError("prompt_digest", f"must have {DIGEST_BYTES} bytes"))
+    whole = request.prompt_tokens // limits.block_size
+    if len(request.block_hashes) > whole:
+        limit = f"has {len(request.block_hashes)}; the prompt has {whole} whole blocks"
+        wrong.append(FieldError("block_hashes", limit))
+    elif any(len(each.hash) != HASH_BYTES for each in request.block_hashes):
+        wrong.append(FieldError("block_hashes", f"each has {HASH_BYTES} bytes"))
+    wrong += scope_errors(request.scope)
     if wrong:
         raise bad_request(wrong)
     prompt, new = request.prompt_tokens, request.max_new_tokens
@@ -144,6 +153,7 @@ def check_generate(request: inference_pb2.GenerateRequest, limits: Limits) -> Sa
     check_features(request.sampling, request.scope, limits.features)
     sampling = sampling_from_proto(request.sampling)
     wrong = sampling_errors(sampling) + name_errors(request.request_id, "request_id")
+    wrong += scope_errors(request.scope)
     kind = request.WhichOneof("prompt")
     if kind in ("text", "messages"):
         text = "text and messages are the router's to read; a decode instance takes token_ids"
@@ -190,7 +200,12 @@ def unlike(allocate: decode_pb2.AllocateRequest, client: ClientLeg) -> Fault | N
         "sampling": sampling_from_proto(allocate.sampling) == client.sampling,
         "max_new_tokens": allocate.max_new_tokens
         == client.sampling.max_tokens - len(client.generated),
+        "scope.cache_salt": allocate.scope.cache_salt == client.chain.salt,
     }
+    if all(parts.values()):
+        # Of the same tokens, so that there are as many whole blocks.
+        told = [each.hash for each in allocate.block_hashes]
+        parts["block_hashes"] = told == client.chain.names(tokens, len(told))
     for part, same in parts.items():
         if not same:
             return Fault(

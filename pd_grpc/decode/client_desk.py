@@ -21,6 +21,7 @@ from pd_grpc.decode.states import DecodeState
 from pd_grpc.decode.transfer import ClientLeg, Ended, Transfer, usage_of
 from pd_grpc.engine.base import Tokenizer
 from pd_grpc.engine.stopping import StopRule
+from pd_grpc.protocol.block_hashes import BlockChain
 from pd_grpc.protocol.faults import Fault, Reason
 from pd_grpc.protocol.refs import TransferKey, key_of
 from pd_grpc.protocol.sampling import Sampling
@@ -124,7 +125,7 @@ class ClientDesk:
             raise differ
         client.stop.push(kept.token.token_id)
         self._ledger.act(Emit(call, (kept.token,)))
-        usage = usage_of(client.prompt, client.stop.generated)
+        usage = usage_of(client.prompt, client.stop.generated, kept.spared_tokens)
         self._ledger.act(FinishGenerate(call, kept.finish, usage))
 
     def _begin(self, event: GenerateCalled, sampling: Sampling) -> None:
@@ -145,16 +146,19 @@ class ClientDesk:
         ledger.calls[event.call] = transfer.grant_id
         needed = self._limits.blocks_for(len(transfer.tokens) + 1)
         try:
-            holding = ledger.reservations.request(
-                transfer.grant_id, needed, ledger.scheduler.holds_back
+            reserved = ledger.reservations.request(
+                transfer.grant_id,
+                needed,
+                ledger.reuse.names(transfer, len(transfer.tokens) - 1),
+                ledger.scheduler.holds_back,
             )
         except Fault as fault:
             ledger.end(transfer, DecodeState.FAILED, fault)
             return
-        if holding is None:
+        if reserved is None:
             ledger.move(transfer, DecodeState.WAITING)
             return
-        ledger.grant(transfer, holding)
+        ledger.grant(transfer, reserved)
         self.granted(transfer)
 
     def _remember(self, request: inference_pb2.GenerateRequest, transfer: Transfer) -> None:
@@ -176,4 +180,5 @@ class ClientDesk:
             sampling,
             stop,
             self._ledger.now + event.budget_s,
+            BlockChain(self._limits.block_size, request.scope.cache_salt),
         )

@@ -7,7 +7,8 @@ from pd_grpc.decode.actions import RunStep, SetReady, StepPlan, TokenOut
 from pd_grpc.decode.deadlines import OfServer
 from pd_grpc.decode.events import StepDone, StepFailed
 from pd_grpc.decode.handoff import HandOff
-from pd_grpc.decode.ledger import ENGINE, Ledger, hold_as
+from pd_grpc.decode.ledger import Ledger, hold_as
+from pd_grpc.decode.quarantine import ENGINE
 from pd_grpc.decode.states import DecodeState
 from pd_grpc.decode.transfer import Transfer
 from pd_grpc.engine.base import PrefillChunk, Sampled
@@ -103,6 +104,7 @@ class EngineDesk:
     def _prefilled(self, transfer: Transfer, chunk: PrefillChunk, sampled: Sampled | None) -> None:
         ledger = self._ledger
         transfer.kv_tokens = chunk.start + len(chunk.token_ids)
+        ledger.reuse.keep(transfer)
         if transfer.state is DecodeState.PREEMPTED:
             if transfer.kv_tokens == len(transfer.tokens) - 1:
                 ledger.scheduler.drop(transfer)
@@ -122,6 +124,7 @@ class EngineDesk:
 
     def _decoded(self, transfer: Transfer, sampled: Sampled) -> None:
         transfer.kv_tokens += 1
+        self._ledger.reuse.keep(transfer)
         self._handoff.push(transfer, _shown(sampled))
 
 

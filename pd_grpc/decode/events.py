@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 from pd_grpc.engine.base import Sampled
 from pd_grpc.protocol.faults import Fault
 from pd_grpc.v1 import decode_pb2, inference_pb2
+
+if TYPE_CHECKING:  # a transfer holds actions, whose shells feed events
+    from pd_grpc.decode.transfer import Owner
 
 
 @dataclass(frozen=True)
@@ -126,6 +129,21 @@ class ReceiveClosed:
 
 
 @dataclass(frozen=True)
+class WriterAttached:
+    """A process of P can write into the pool's memory."""
+
+    owner: Owner
+
+
+@dataclass(frozen=True)
+class WriterGone:
+    """It cannot any more: it has let go of the memory, or has ended, or the memory is lent to
+    nobody."""
+
+    owner: Owner
+
+
+@dataclass(frozen=True)
 class StepDone:
     """The engine's step returned: for each chunk and slot of the plan, in order, the token."""
 
@@ -179,6 +197,8 @@ Event: TypeAlias = (
     | ReceiveCompleted
     | ReceiveFailed
     | ReceiveClosed
+    | WriterAttached
+    | WriterGone
     | StepDone
     | StepFailed
     | OperatorReleased

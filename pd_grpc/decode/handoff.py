@@ -34,6 +34,7 @@ class HandOff:
         transfer.kv_tokens = transfer.prefill.request.prompt_tokens
         ledger.move(transfer, DecodeState.READY)
         hold_as(transfer, BlockState.DECODING)
+        ledger.reuse.keep(transfer)
         if transfer.first is None:
             at = ledger.now + ledger.config.first_token_s
             ledger.set_timer(transfer, TransferTimer.FIRST_TOKEN, at)
@@ -58,6 +59,7 @@ class HandOff:
     def attached(self, transfer: Transfer) -> None:
         """The client's leg has come."""
         self._ledger.cancel_timer(transfer, TransferTimer.ATTACH)
+        self._ledger.reuse.keep(transfer)
         if transfer.first is None or not self._show_first(transfer, tell_prefill=True):
             self._try(transfer)
 
@@ -101,7 +103,9 @@ class HandOff:
 
     def _finish_unseen(self, transfer: Transfer, finish: Finish) -> None:
         assert transfer.first is not None and transfer.prefill is not None
-        kept = Undelivered(token_out(transfer.first), finish, transfer.prefill.request)
+        kept = Undelivered(
+            token_out(transfer.first), finish, transfer.prefill.request, transfer.spared_tokens
+        )
         # P hears it as the answer to its call.
         self._ledger.end(transfer, DecodeState.FINISHED, tell_prefill=False, undelivered=kept)
 

@@ -10,7 +10,8 @@ from collections import Counter
 from collections.abc import Callable
 
 from pd_grpc.blocks.leases import Leases
-from pd_grpc.blocks.pool import BlockPool, BlockState, Holding, blocks_for
+from pd_grpc.blocks.pool import BlockPool, BlockState
+from pd_grpc.blocks.prefix_cache import PrefixCache
 from pd_grpc.decode.actions import (
     Action,
     Changed,
@@ -21,15 +22,19 @@ from pd_grpc.decode.actions import (
     Refuse,
     SessionSend,
 )
+from pd_grpc.decode.carrier import INLINE_CARRIER, Carrier
 from pd_grpc.decode.checks import draining
 from pd_grpc.decode.deadlines import OfServer, OfTransfer, TimerKey, TransferTimer
-from pd_grpc.decode.reservations import Reservations
+from pd_grpc.decode.prefix_reuse import PrefixReuse
+from pd_grpc.decode.quarantine import ENGINE, PREFILL, RECEIVER, Quarantine
+from pd_grpc.decode.reservations import Reservations, Reserved
 from pd_grpc.decode.scheduler import Scheduler
 from pd_grpc.decode.serving import Serving
 from pd_grpc.decode.sessions import Session, Sessions
 from pd_grpc.decode.states import TRANSITIONS, DecodeState
 from pd_grpc.decode.transfer import (
     Ended,
+    Owner,
     Transfer,
     Undelivered,
     timings_of,
@@ -43,9 +48,6 @@ from pd_grpc.protocol.refs import TransferKey
 from pd_grpc.protocol.timers import Timers
 from pd_grpc.protocol.tombstones import Remembered, Tombstones
 from pd_grpc.v1 import decode_pb2, types_pb2
-
-RECEIVER = "receiver"
-ENGINE = "engine"
 
 
 class Ledger:
@@ -71,9 +73,11 @@ class Ledger:
         self.timers: Timers[TimerKey] = Timers()
         self.leases = Leases(config.lease_s)
         self.tombstones: Tombstones[Ended] = Tombstones(config.tombstone_s, config.tombstones)
-        self.reservations = Reservations(pool, config.allocate_queue)
+        self.cache = PrefixCache(pool, config.prefix_cache)
+        self.reuse = PrefixReuse(self.cache, config.block_size)
+        self.reservations = Reservations(self.cache, config.allocate_queue)
         self.serving = Serving(config.serving_quantile)
-        self.scheduler = Scheduler(pool, config, self._preempted)
+        self.scheduler = Scheduler(self.reuse, config, self._preempted, self._resumed)
         self.in_step: frozenset[str] = frozenset()
         self.late_events = 0
         self.counts: Counter[DecodeState] = Counter()
@@ -86,7 +90,7 @@ class Ledger:
         self._ended_grants: Remembered[str, TransferKey] = Remembered(
             config.tombstone_s, config.tombstones
         )
-        self._quarantine: dict[str, tuple[Holding, set[str]]] = {}
+        self.quarantine = Quarantine()
 
     def act(self, action: Action) -> None:
         """Ask the shell to do something, in order."""
@@ -188,23 +192,24 @@ class Ledger:
         """What it waited for has come."""
         self.timers.cancel(OfTransfer(transfer.grant_id, timer))
 
-    def grant(self, transfer: Transfer, holding: Holding | None) -> None:
+    def grant(self, transfer: Transfer, reserved: Reserved | None) -> None:
         """Give a transfer its blocks; KV may come from now on."""
-        transfer.holding = holding
-        if holding is not None:
+        if reserved is not None:
             transfer.granted_at = self.now
+            self.reuse.granted(transfer, *reserved)
         self.cancel_timer(transfer, TransferTimer.MAX_WAIT)
         self.move(transfer, DecodeState.RESERVED)
         if transfer.local:
             return
         self.leases.start(transfer.grant_id, self.now)
-        if holding is not None:
+        if reserved is not None:
             transfer.receiving = True
             assert transfer.prefill is not None
-            wanted = blocks_for(transfer.prefill.request.prompt_tokens, self.config.block_size)
-            blocks = tuple(holding.blocks)
+            blocks = tuple(reserved.holding.blocks)
             owner = transfer.prefill.owner
-            self.act(OpenReceive(transfer.grant_id, transfer.key, owner, blocks, wanted))
+            transfer.carrier = self._carrier(owner)
+            grant = transfer.grant_id, transfer.key, owner, blocks, self.reuse.wanted(transfer)
+            self.act(OpenReceive(*grant, transfer.carrier.transport))
 
     def end(
         self,
@@ -257,17 +262,23 @@ class Ledger:
 
     def stopped_writing(self, grant_id: str, writer: str) -> None:
         """`writer` will not touch the blocks of a grant any more: free them after the last one."""
-        entry = self._quarantine.get(grant_id)
-        if entry is None:
-            return
-        holding, writers = entry
-        writers.discard(writer)
-        if not writers:
-            holding.release()
-            del self._quarantine[grant_id]
+        self.quarantine.stopped(grant_id, writer)
+
+    def _carrier(self, owner: Owner) -> Carrier:
+        """How the KV of a grant is to come: as the session says, but a P writes itself only where
+        it is known that it can, for whoever else has the memory could not be watched."""
+        session = self.sessions.of_owner(owner)
+        if session is None or (
+            session.carrier.one_sided and not self.quarantine.is_attached(owner)
+        ):
+            return INLINE_CARRIER
+        return session.carrier
 
     def _preempted(self, transfer: Transfer) -> None:
         self.move(transfer, DecodeState.PREEMPTED)
+
+    def _resumed(self, transfer: Transfer) -> None:
+        self.move(transfer, DecodeState.DECODING)
 
     def _tell_prefill(self, transfer: Transfer, fault: Fault | None) -> None:
         owner = transfer.owner
@@ -310,7 +321,7 @@ class Ledger:
         self.emit(transfer)
         self.calls.pop(client.call, None)
         if finish is not None:
-            usage = usage_of(client.prompt, client.stop.generated)
+            usage = usage_of(client.prompt, client.stop.generated, transfer.spared_tokens)
             self.act(FinishGenerate(client.call, finish, usage, timings_of(transfer)))
             return
         cause = fault or Fault(Reason.RELEASED, f"{transfer.key} was released by the prefill")
@@ -325,16 +336,17 @@ class Ledger:
         holding, transfer.holding = transfer.holding, None
         if holding is None:
             return
-        writers = set()
-        if transfer.receiving and not transfer.kv_complete:
+        writers, owner = set(), transfer.owner
+        if transfer.written_to:
             writers.add(RECEIVER)
+            writes = transfer.carrier.one_sided and owner is not None
+            if writes and owner is not None and self.quarantine.is_attached(owner):
+                writers.add(PREFILL)
         if transfer.grant_id in self.in_step:
             writers.add(ENGINE)
-        if writers:
-            holding.quarantine()
-            self._quarantine[transfer.grant_id] = (holding, writers)
-        else:
-            holding.release()
+        # Nobody writes to what others may find.
+        kept = transfer.kept_blocks
+        self.quarantine.take(transfer.grant_id, transfer.key, holding, owner, writers, kept)
 
     def _forget(self, transfer: Transfer) -> None:
         grant_id = transfer.grant_id

@@ -26,8 +26,9 @@ from pd_grpc.decode.deadlines import (
 )
 from pd_grpc.decode.engine_desk import EngineDesk
 from pd_grpc.decode.handoff import HandOff
-from pd_grpc.decode.ledger import RECEIVER, Ledger
+from pd_grpc.decode.ledger import Ledger
 from pd_grpc.decode.prefill_desk import PrefillDesk
+from pd_grpc.decode.quarantine import RECEIVER
 from pd_grpc.decode.session_desk import SessionDesk
 from pd_grpc.decode.sessions import Offer, Sessions
 from pd_grpc.decode.states import DecodeState
@@ -74,7 +75,7 @@ class DecodeMachine:
         self.ledger = Ledger(config, pool, Sessions(offer), mint, offer.instance.epoch)
         self._handoff = HandOff(self.ledger)
         self._sessions = SessionDesk(self.ledger)
-        self._prefill = PrefillDesk(self.ledger, self._handoff, limits, list(offer.shards))
+        self._prefill = PrefillDesk(self.ledger, self._handoff, limits)
         self._client = ClientDesk(
             self.ledger, self._handoff, limits, model.eos_token_ids, model.tokenizer
         )
@@ -97,6 +98,8 @@ class DecodeMachine:
             ev.ReceiveCompleted: self._receive_completed,
             ev.ReceiveFailed: self._receive_failed,
             ev.ReceiveClosed: self._receive_closed,
+            ev.WriterAttached: self._writer_attached,
+            ev.WriterGone: self._writer_gone,
             ev.StepDone: self._engine.done,
             ev.StepFailed: self._engine.failed,
             ev.OperatorReleased: self._operator_released,
@@ -211,6 +214,12 @@ class DecodeMachine:
     def _receive_closed(self, event: ev.ReceiveClosed) -> None:
         self.ledger.stopped_writing(event.grant_id, RECEIVER)
 
+    def _writer_attached(self, event: ev.WriterAttached) -> None:
+        self.ledger.quarantine.attached(event.owner)
+
+    def _writer_gone(self, event: ev.WriterGone) -> None:
+        self.ledger.quarantine.gone(event.owner)
+
     def _receiving(self, grant_id: str) -> Transfer | None:
         transfer = self.ledger.transfers.get(grant_id)
         if transfer is None or transfer.kv_complete:
@@ -252,6 +261,8 @@ class DecodeMachine:
         self.ledger.draining = True
         self._drain_is_over()
         self._sessions.leave()
+        # Nothing is granted any more, and D's memory goes with its process.
+        self.ledger.quarantine.all_gone()
 
     def _drain_is_over(self) -> None:
         self._drain_over = True

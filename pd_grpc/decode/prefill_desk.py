@@ -34,10 +34,10 @@ from pd_grpc.protocol.faults import (
     read_status,
     stage_deadline,
 )
-from pd_grpc.protocol.messages import duration, seconds
+from pd_grpc.protocol.messages import duration, plain_transport, seconds
 from pd_grpc.protocol.refs import key_of
 from pd_grpc.protocol.sampling import FieldError
-from pd_grpc.v1 import decode_pb2, layout_pb2, types_pb2
+from pd_grpc.v1 import decode_pb2, types_pb2
 
 
 class PrefillDesk:
@@ -48,14 +48,10 @@ class PrefillDesk:
         ledger: Ledger,
         handoff: HandOff,
         limits: Limits,
-        shards: list[layout_pb2.Shard],
-        transport: layout_pb2.Transport = layout_pb2.TRANSPORT_INLINE,
     ) -> None:
         self._ledger = ledger
         self._handoff = handoff
         self._limits = limits
-        self._shards = shards
-        self._transport = transport
 
     # Allocate
 
@@ -196,22 +192,23 @@ class PrefillDesk:
             ledger.grant(transfer, None)
             return False
         needed = self._limits.blocks_for(leg.request.prompt_tokens + 1)
+        names = [each.hash for each in leg.request.block_hashes]
         try:
-            holding = ledger.reservations.request(
-                transfer.grant_id, needed, ledger.scheduler.holds_back
+            reserved = ledger.reservations.request(
+                transfer.grant_id, needed, names, ledger.scheduler.holds_back
             )
         except Fault as fault:
             self._abandon(transfer, fault)
             raise
-        if holding is None and max_wait_s <= 0:
+        if reserved is None and max_wait_s <= 0:
             refusal = self._no_blocks(leg)
             ledger.reservations.leave(transfer.grant_id)
             self._abandon(transfer, refusal)
             raise refusal
-        if holding is None:
+        if reserved is None:
             ledger.move(transfer, DecodeState.WAITING)
             return True
-        ledger.grant(transfer, holding)
+        ledger.grant(transfer, reserved)
         return False
 
     def _leave_queue(self, transfer: Transfer, fault: Fault | None) -> None:
@@ -235,13 +232,15 @@ class PrefillDesk:
         assert leg is not None
         answer = decode_pb2.AllocateResponse(
             grant_id=transfer.grant_id,
-            transport=self._transport,
+            transport=plain_transport(transfer.carrier.transport),
             lease=duration(self._ledger.config.lease_s),
         )
         if leg.request.kv_needed:
-            blocks = self._limits.blocks_for(leg.request.prompt_tokens)
-            answer.wanted.add(start=0, count=blocks)
-            answer.shards.extend(self._shards)
+            for start, count in self._ledger.reuse.wanted(transfer):
+                answer.wanted.add(start=start, count=count)
+            answer.cached_tokens = transfer.cached_tokens
+            shards = self._ledger.sessions.shards
+            answer.shards.extend(transfer.carrier.shard(shard) for shard in shards)
         return answer
 
     def _owned(self, transfer: Transfer, session: Session) -> None:
@@ -289,6 +288,8 @@ class PrefillDesk:
             text = f"{key} is {transfer.state.name} and has no grant {request.grant_id!r}"
             raise Fault(Reason.WRONG_STATE, text, {"state": transfer.state.name})
         self._check_first(transfer, request)
+        if transfer.first is None:
+            transfer.computed_tokens = request.computed_tokens
         self._handoff.first_token(transfer, request.tokens[0])
         return transfer.state.wire
 
@@ -324,9 +325,11 @@ class PrefillDesk:
         key = key_of(request.ref)
         cause = read_status(request.cause) if request.cause.code else None
         fault = _as_fault(cause)
+        stopped = request.writes_stopped and ledger.quarantine.prefill_stopped(key, session.owner)
         ended = ledger.tombstones.get(key, ledger.now)
         if ended is not None:
-            ledger.late()
+            if not stopped:
+                ledger.late()
             return ended.state.wire
         transfer = ledger.of_key(key)
         if transfer is None:
@@ -337,6 +340,8 @@ class PrefillDesk:
             return transfer.state.wire
         state = DecodeState.RELEASED if fault is None else DecodeState.FAILED
         ledger.end(transfer, state, fault, tell_prefill=False)
+        if request.writes_stopped:
+            ledger.quarantine.prefill_stopped(key, session.owner)
         return state.wire
 
 

@@ -1,30 +1,54 @@
-"""D's receiving half of `inline`: chunks in, verified and copied once into the pool, acks out.
+"""What D's shard lets in: chunks in, checked against their grant and taken in by its transport,
+acks out.
 
 One table per shard, on the shard's own loop. It knows grants, not transfers: the machine opens and
-closes them, and hears what comes of each. Writing to the pool's memory happens inside `handle`, so
-once a grant is closed nothing is written for it any more.
+closes them, and hears what comes of each. What D writes to the pool's memory it writes inside
+`message`, so once a grant is closed D writes nothing for it any more; what a one-sided sender may
+still write is the machine's to wait for.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import TypeAlias
+from zlib import crc32
 
 from pd_grpc.decode import events as ev
+from pd_grpc.decode.coverage import (
+    LACKING,
+    UNWANTED,
+    VERIFIED,
+    Coverage,
+    coverage,
+    first_lacking,
+    verified_ranges,
+)
 from pd_grpc.decode.session_ids import SessionIds
 from pd_grpc.decode.transfer import Owner
-from pd_grpc.decode.transfer_checks import check_open, check_range, check_window, corrupt
+from pd_grpc.decode.transfer_checks import (
+    check_open,
+    check_range,
+    check_window,
+    overlaps,
+    range_bytes,
+    wrong_transport,
+)
 from pd_grpc.engine.base import KvMemory
 from pd_grpc.protocol.config import DecodeConfig
 from pd_grpc.protocol.faults import Code, Fault, Reason, bad_request
 from pd_grpc.protocol.layout import KvLayout
+from pd_grpc.protocol.messages import plain_transport
 from pd_grpc.protocol.refs import TransferKey, key_of
 from pd_grpc.protocol.sampling import FieldError
 from pd_grpc.protocol.timers import Timers
 from pd_grpc.protocol.tombstones import Remembered
-from pd_grpc.transport.chunk_codec import IncomingChunk, IncomingRequest, checksum
-from pd_grpc.v1 import transfer_pb2
+from pd_grpc.transport.base import ReceiveTransport
+from pd_grpc.transport.chunk_codec import IncomingChunk, IncomingRequest
+from pd_grpc.transport.inline import InlineReceive
+from pd_grpc.v1 import layout_pb2, transfer_pb2
+
+INLINE = layout_pb2.TRANSPORT_INLINE
 
 CLOSED_REMEMBERED = 4096
 """Closed grants whose end a late stream is told; the machine's tombstones outlive them."""
@@ -53,13 +77,19 @@ Action: TypeAlias = Respond | EndStream | ev.Event
 """Events are for D's machine."""
 
 
+_Ranges: TypeAlias = tuple[int, int, int, int, int]
+
+
 @dataclass
 class _Grant:
     key: TransferKey
     owner: Owner
     blocks: tuple[int, ...]
-    verified: list[list[bytearray]]
+    wanted: tuple[tuple[int, int], ...]
+    verified: Coverage
     missing: int
+    transport: int = INLINE
+    audited: bool = False
     stream: int | None = None
     sent_started: bool = False
     completed: bool = False
@@ -77,7 +107,11 @@ class _Wanted:
 class _Stream:
     grant_id: str = ""
     wanted: _Wanted | None = None
+    transport: int = INLINE
     opened: bool = False
+    taken: set[_Ranges] = field(default_factory=set)
+    """The ranges of its chunks, and below what they cover."""
+    covered: Coverage = field(default_factory=list)
     chunks: int = 0
     bytes: int = 0
     bytes_told: int = 0
@@ -88,11 +122,17 @@ class Receiver:
     """The grants of one shard and the streams that serve them."""
 
     def __init__(
-        self, config: DecodeConfig, layout: KvLayout, memory: KvMemory, decode_epoch: int
+        self,
+        config: DecodeConfig,
+        layout: KvLayout,
+        memory: KvMemory,
+        decode_epoch: int,
+        transports: Mapping[int, ReceiveTransport] | None = None,
     ) -> None:
+        """`transports` by their value on the wire; None is inline alone."""
         self._config = config
         self._layout = layout
-        self._memory = memory
+        self._transports = transports or {INLINE: InlineReceive(memory)}
         self._epoch = decode_epoch
         self._grants: dict[str, _Grant] = {}
         self._streams: dict[int, _Stream] = {}
@@ -102,14 +142,28 @@ class Receiver:
         self._timers: Timers[int] = Timers()
 
     def open_grant(
-        self, grant_id: str, key: TransferKey, owner: Owner, blocks: Sequence[int], wanted: int
+        self,
+        grant_id: str,
+        key: TransferKey,
+        owner: Owner,
+        blocks: Sequence[int],
+        wanted: Sequence[tuple[int, int]],
+        transport: int = INLINE,
     ) -> list[Action]:
-        """Let KV in from `owner`: logical blocks [0, `wanted`) of `blocks`, every layer of every
-        group."""
-        groups = self._layout.groups
-        verified = [[bytearray(wanted) for _ in range(group.layers)] for group in groups]
-        missing = wanted * sum(group.layers for group in groups)
-        grant = _Grant(key, owner, tuple(blocks[:wanted]), verified, missing)
+        """Let KV in from `owner`, by `transport` or inline: of the logical blocks `blocks` the runs
+        (start, count) `wanted`, every layer of every group. No other block is written to, and no
+        sender is told of another."""
+        end = max((start + count for start, count in wanted), default=0)
+        verified = coverage(self._layout, end, UNWANTED)
+        missing = 0
+        for row in (row for rows in verified for row in rows):
+            for start, count in wanted:
+                row[start : start + count] = bytes([LACKING]) * count
+            missing += row.count(LACKING)
+        audited = is_audited(grant_id, self._config.audit_every)
+        grant = _Grant(
+            key, owner, tuple(blocks[:end]), tuple(wanted), verified, missing, transport, audited
+        )
         self._grants[grant_id] = grant
         actions: list[Action] = []
         for stream in self._held.pop(grant_id, []):
@@ -191,9 +245,10 @@ class Receiver:
     ) -> list[Action]:
         if state.wanted is not None:
             raise Fault(Reason.WRONG_STATE, "open came twice", {"state": "open"})
-        check_open(message, self._epoch, self._layout)
+        check_open(message, self._epoch, self._layout, self._transports)
         state.wanted = _Wanted(key_of(message.ref), self.sessions.owner_of(message.session_id))
         state.grant_id = message.grant_id
+        state.transport = plain_transport(message.transport)
         closed = self._closed.get(message.grant_id, now)
         if closed is not None:
             return self._end(stream, closed)
@@ -215,14 +270,23 @@ class Receiver:
             whose = "transfer" if state.wanted.key != grant.key else "prefill"
             fault = Fault(Reason.NOT_OWNER, f"grant {grant_id} belongs to another {whose}")
             return self._end(stream, fault)
+        if state.transport not in (INLINE, grant.transport):
+            return self._end(stream, wrong_transport(state.transport))
         actions: list[Action] = []
         if grant.stream is not None:
             text = "a newer stream for the same grant took over"
             actions += self._end(grant.stream, Fault(Reason.SUPERSEDED, text))
         grant.stream = stream
         state.opened = True
+        state.covered = coverage(self._layout, len(grant.blocks), LACKING)
+        # What was found in the prefix cache is no sender's target.
+        runs = [(start, grant.blocks[start : start + count]) for start, count in grant.wanted]
+        target = self._transports[state.transport].target(runs)
         opened = transfer_pb2.TransferOpened(
-            verified=self._verified(grant), window_bytes=self._config.send_window_bytes
+            verified=self._verified(grant),
+            window_bytes=self._config.send_window_bytes,
+            target=target,
+            audit=target is not None and grant.audited,
         )
         actions.append(Respond(stream, transfer_pb2.TransferResponse(opened=opened)))
         if not grant.sent_started:
@@ -234,24 +298,28 @@ class Receiver:
         self, stream: int, state: _Stream, chunk: transfer_pb2.KvChunk, payload: memoryview
     ) -> list[Action]:
         grant = self._grant_of(state)
-        check_range(chunk, payload.nbytes, self._layout, len(grant.blocks))
-        unacknowledged = state.bytes - state.bytes_told
-        check_window(unacknowledged, payload.nbytes, self._config.send_window_bytes)
-        if checksum([payload]) != chunk.crc32c:
-            raise corrupt(chunk)
+        check_range(chunk, payload.nbytes, self._layout, grant.wanted)
+        size = range_bytes(chunk, self._layout)
+        check_window(state.bytes - state.bytes_told, size, self._config.send_window_bytes)
         first, end = chunk.block_start, chunk.block_start + chunk.block_count
         rows = grant.verified[chunk.group][chunk.layer_start :][: chunk.layer_count]
-        lacking = sum(row.count(0, first, end) for row in rows)
+        lacking = sum(row.count(LACKING, first, end) for row in rows)
+        ranges = chunk.group, chunk.layer_start, chunk.layer_count, first, chunk.block_count
+        covered = state.covered[chunk.group][chunk.layer_start :][: chunk.layer_count]
+        if ranges not in state.taken and any(
+            row.find(VERIFIED, first, end) >= 0 for row in covered
+        ):
+            raise overlaps(chunk)
         # What is verified is never written again: D may be decoding from it.
-        if lacking:
-            self._memory.write(
-                grant.blocks[first:end], chunk.group, chunk.layer_start, chunk.layer_count, payload
-            )
-            grant.missing -= lacking
-            for row in rows:
-                row[first:end] = b"\1" * chunk.block_count
+        self._transports[state.transport].land(
+            chunk, payload, grant.blocks[first:end], fresh=lacking > 0, audited=grant.audited
+        )
+        state.taken.add(ranges)
+        for row in (*covered, *rows):
+            row[first:end] = bytes([VERIFIED]) * chunk.block_count
+        grant.missing -= lacking
         state.chunks += 1
-        state.bytes += payload.nbytes
+        state.bytes += size
         ack = transfer_pb2.TransferAck(accepted_bytes=state.bytes)
         ack.ranges.add(
             group=chunk.group,
@@ -262,7 +330,7 @@ class Receiver:
         )
         actions: list[Action] = [Respond(stream, transfer_pb2.TransferResponse(ack=ack))]
         if lacking:
-            actions.append(ev.ReceiveProgress(state.grant_id, payload.nbytes))
+            actions.append(ev.ReceiveProgress(state.grant_id, size))
         return actions
 
     def _stream_end(
@@ -273,7 +341,9 @@ class Receiver:
             text = f"{state.chunks} chunks of {state.bytes} bytes came, {end.chunks} of {end.bytes}"
             raise bad_request([FieldError("end", f"{text} were announced")])
         if grant.missing:
-            text = f"{grant.missing} layers of blocks have not come: {self._first_missing(grant)}"
+            text = (
+                f"{grant.missing} layers of blocks have not come: {first_lacking(grant.verified)}"
+            )
             raise bad_request([FieldError("end", text)])
         completed = transfer_pb2.TransferCompleted(chunks=state.chunks, bytes=state.bytes)
         actions: list[Action] = [
@@ -292,27 +362,7 @@ class Receiver:
         return grant
 
     def _verified(self, grant: _Grant) -> list[transfer_pb2.KvRange]:
-        found = []
-        for group, rows in enumerate(grant.verified):
-            for layer, row in enumerate(rows):
-                for start, count in _runs(row):
-                    found.append(
-                        transfer_pb2.KvRange(
-                            group=group,
-                            layer_start=layer,
-                            layer_count=1,
-                            block_start=start,
-                            block_count=count,
-                        )
-                    )
-        return found
-
-    def _first_missing(self, grant: _Grant) -> str:
-        for group, rows in enumerate(grant.verified):
-            for layer, row in enumerate(rows):
-                if (block := row.find(0)) >= 0:
-                    return f"group {group}, layer {layer}, block {block} first"
-        return ""
+        return verified_ranges(grant.verified)
 
     def _fail(self, stream: int, state: _Stream, fault: Fault) -> list[Action]:
         """What P sent is wrong: its stream ends, and so does the transfer."""
@@ -333,11 +383,7 @@ class Receiver:
         return [EndStream(stream, fault)]
 
 
-def _runs(row: bytearray) -> list[tuple[int, int]]:
-    found, start = [], row.find(1)
-    while start >= 0:
-        end = row.find(0, start)
-        end = len(row) if end < 0 else end
-        found.append((start, end - start))
-        start = row.find(1, end)
-    return found
+def is_audited(grant_id: str, every: int) -> bool:
+    """Whether the bytes of a one-sided transfer are looked at: one grant in `every`, none for 0.
+    Grant ids are random, so nobody can tell beforehand which."""
+    return every > 0 and crc32(grant_id.encode()) % every == 0

@@ -3,9 +3,24 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Sequence
+from typing import NamedTuple
 
-from pd_grpc.blocks.pool import BlockPool, BlockState, Holding, NoBlocks
+from pd_grpc.blocks.pool import BlockState, Holding, NoBlocks
+from pd_grpc.blocks.prefix_cache import PrefixCache
 from pd_grpc.protocol.faults import RETRY_AFTER_S, Fault, Quota, Reason
+
+
+class Reserved(NamedTuple):
+    """Blocks for one request, the first `cached` of which hold its KV already and are shared."""
+
+    holding: Holding
+    cached: int
+
+
+class _Ask(NamedTuple):
+    blocks: int
+    names: Sequence[bytes]
 
 
 class Reservations:
@@ -16,24 +31,29 @@ class Reservations:
     ahead of the queue.
     """
 
-    def __init__(self, pool: BlockPool, limit: int) -> None:
-        self._pool = pool
+    def __init__(self, cache: PrefixCache, limit: int) -> None:
+        self._cache = cache
         self._limit = limit
-        self._waiting: OrderedDict[str, int] = OrderedDict()
+        self._waiting: OrderedDict[str, _Ask] = OrderedDict()
 
     def __len__(self) -> int:
         return len(self._waiting)
 
-    def request(self, grant_id: str, blocks: int, held_back: bool) -> Holding | None:
-        """Take `blocks` now, or join the queue and return None. Fault QUEUE_FULL when as many wait
-        already as may."""
+    def request(
+        self, grant_id: str, blocks: int, names: Sequence[bytes], held_back: bool
+    ) -> Reserved | None:
+        """Take `blocks` now, those of the chain `names` that are cached among them, or join the
+        queue and return None. Fault QUEUE_FULL when as many wait already as may."""
+        ask = _Ask(blocks, names)
         if not self._waiting and not held_back:
-            holding = self._try(grant_id, blocks)
-            if holding is not None:
-                return holding
+            reserved = self._try(grant_id, ask)
+            if reserved is not None:
+                return reserved
         if len(self._waiting) >= self._limit:
-            raise queue_full(f"{self._limit} requests wait for blocks", blocks, self._pool.free)
-        self._waiting[grant_id] = blocks
+            raise queue_full(
+                f"{self._limit} requests wait for blocks", blocks, self._cache.pool.free
+            )
+        self._waiting[grant_id] = ask
         return None
 
     def leave(self, grant_id: str) -> None:
@@ -49,18 +69,21 @@ class Reservations:
         """The one at the head, if its turn has come: it fits now."""
         if not self._waiting or held_back:
             return None
-        grant_id, blocks = next(iter(self._waiting.items()))
-        return grant_id if blocks <= self._pool.free else None
+        grant_id, ask = next(iter(self._waiting.items()))
+        return grant_id if self._cache.has_room(ask.blocks, ask.names) else None
 
-    def take(self, grant_id: str) -> Holding:
+    def take(self, grant_id: str) -> Reserved:
         """Grant to one whose turn has come."""
-        return self._pool.reserve(self._waiting.pop(grant_id), BlockState.RESERVED, grant_id)
+        return self._reserve(grant_id, self._waiting.pop(grant_id))
 
-    def _try(self, grant_id: str, blocks: int) -> Holding | None:
+    def _try(self, grant_id: str, ask: _Ask) -> Reserved | None:
         try:
-            return self._pool.reserve(blocks, BlockState.RESERVED, grant_id)
+            return self._reserve(grant_id, ask)
         except NoBlocks:
             return None
+
+    def _reserve(self, grant_id: str, ask: _Ask) -> Reserved:
+        return Reserved(*self._cache.reserve(ask.blocks, ask.names, BlockState.RESERVED, grant_id))
 
 
 def queue_full(who: str, needed: int, free: int) -> Fault:

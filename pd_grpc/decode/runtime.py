@@ -16,11 +16,13 @@ from pd_grpc.decode.outbox import SessionOutbox, TokenOutbox
 from pd_grpc.decode.request_log import RequestLog
 from pd_grpc.decode.session_log import SessionLog
 from pd_grpc.decode.spans import DecodeSpans
+from pd_grpc.decode.states import DecodeState
 from pd_grpc.engine.base import Engine, EngineFault, Sampled
 from pd_grpc.engine.thread import EngineThread
 from pd_grpc.protocol.clock import Clock
 from pd_grpc.protocol.driver import Driver
 from pd_grpc.protocol.faults import Fault, Reason
+from pd_grpc.protocol.messages import transport_label
 from pd_grpc.protocol.refs import TransferKey, key_of
 from pd_grpc.telemetry.instance_log import InstanceLog
 from pd_grpc.v1 import decode_pb2, inference_pb2
@@ -279,6 +281,10 @@ class DecodeRuntime:
     def _note(self, change: act.Changed, now: float) -> None:
         self.requests.changed(change)
         self.spans.changed(change, now)
+        if change.after is DecodeState.RESERVED:
+            transfer = self.machine.ledger.of_key(change.key)
+            if transfer is not None and transfer.receiving:
+                self.spans.carried(change.key, transport_label(transfer.carrier.transport))
         for listener in self.listeners:
             listener(change)
 

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
-from pd_grpc.blocks.pool import BlockPool, BlockState, NoBlocks, blocks_for
+from pd_grpc.blocks.pool import NoBlocks, blocks_for
 from pd_grpc.decode.actions import StepPlan
+from pd_grpc.decode.prefix_reuse import PrefixReuse
 from pd_grpc.decode.states import DecodeState
 from pd_grpc.decode.transfer import Transfer
 from pd_grpc.engine.base import DecodeSlot, PrefillChunk, SampleSpec
@@ -17,14 +18,20 @@ from pd_grpc.protocol.config import EngineConfig
 
 
 class Scheduler:
-    """Plans steps over the transfers that D runs. `preempt` moves one to PREEMPTED."""
+    """Plans steps over the transfers that D runs. `preempt` moves one to PREEMPTED, `resume` back
+    to DECODING one whose KV was found in the prefix cache, all of it."""
 
     def __init__(
-        self, pool: BlockPool, config: EngineConfig, preempt: Callable[[Transfer], None]
+        self,
+        reuse: PrefixReuse,
+        config: EngineConfig,
+        preempt: Callable[[Transfer], None],
+        resume: Callable[[Transfer], None],
     ) -> None:
-        self._pool = pool
+        self._reuse = reuse
         self._config = config
         self._preempt = preempt
+        self._resume_decoding = resume
         self._running: dict[str, Transfer] = {}
         self._prefilling: dict[str, Transfer] = {}
         self._preempted: dict[str, Transfer] = {}
@@ -75,15 +82,16 @@ class Scheduler:
 
     def _resume(self) -> None:
         for transfer in _oldest_first(self._preempted.values()):
-            blocks = blocks_for(len(transfer.tokens), self._config.block_size)
             try:
-                holding = self._pool.reserve(blocks, BlockState.DECODING, transfer.grant_id)
+                self._reuse.again(transfer)
             except NoBlocks:
                 return
-            transfer.holding = holding
-            transfer.kv_tokens = 0
             del self._preempted[transfer.grant_id]
-            self._prefilling[transfer.grant_id] = transfer
+            if transfer.kv_tokens < len(transfer.tokens) - 1:
+                self._prefilling[transfer.grant_id] = transfer
+            else:
+                self._resume_decoding(transfer)
+                self._running[transfer.grant_id] = transfer
 
     def _chunks(self) -> list[tuple[Transfer, PrefillChunk]]:
         """Next chunk of each request that prefills, oldest first, at least one and within the
@@ -106,7 +114,8 @@ class Scheduler:
         # The newest token's KV is written by the decode step that follows it.
         tokens = transfer.tokens[:-1] if again else transfer.tokens
         start = transfer.kv_tokens
-        ids = tokens[start : start + self._config.chunk_tokens]
+        to_boundary = self._config.chunk_tokens - start % self._config.chunk_tokens
+        ids = tokens[start : start + to_boundary]
         last = start + len(ids) == len(tokens)
         assert transfer.holding is not None
         sample = self._sample(transfer) if last and not again else None
@@ -159,7 +168,7 @@ class Scheduler:
         assert victim.holding is not None
         victim.holding.release()
         victim.holding = None
-        victim.kv_tokens = 0
+        victim.kv_tokens = victim.kept_blocks = 0
         self.drop(victim)
         self._preempted[victim.grant_id] = victim
         if victim.state is not DecodeState.PREEMPTED:

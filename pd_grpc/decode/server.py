@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from opentelemetry.metrics import MeterProvider
@@ -11,6 +11,7 @@ from opentelemetry.sdk.trace import TracerProvider
 
 from pd_grpc.blocks.pool import BlockPool
 from pd_grpc.decode.bulk import BulkServer
+from pd_grpc.decode.carrier import Carrier
 from pd_grpc.decode.events import Leaving
 from pd_grpc.decode.machine import DecodeMachine, Model
 from pd_grpc.decode.metrics import DecodeMetrics
@@ -33,7 +34,11 @@ from pd_grpc.protocol.rpc import PortInUse
 from pd_grpc.protocol.serving import ControlServer
 from pd_grpc.telemetry.instance_log import InstanceLog
 from pd_grpc.telemetry.instruments import Instruments
+from pd_grpc.telemetry.log_events import Event
 from pd_grpc.telemetry.tracing import Tracing
+from pd_grpc.transport.base import NotUsable, ReceiveSide, TransportKind
+from pd_grpc.transport.registry import build
+from pd_grpc.transport.registry import find as find_transports
 from pd_grpc.v1 import (
     admin_pb2_grpc,
     decode_pb2_grpc,
@@ -127,9 +132,17 @@ async def start_decode(
     is another. PortInUse when a port is taken."""
     clock = clock or SystemClock()
     epoch = mint_epoch(clock)
-    receiver = Receiver(config, engine.layout, engine.memory, epoch)
+    unusable: list[tuple[TransportKind, NotUsable]] = []
+    side = ReceiveSide(engine.layout, engine.memory)
+    transports = build(
+        find_transports(config.transports),
+        lambda kind: kind.receive(side),
+        lambda kind, why: unusable.append((kind, why)),
+    )
+    halves = {value: half for value, (_, half) in transports.items()}
+    receiver = Receiver(config, engine.layout, engine.memory, epoch, halves)
     wire = Wire(interceptors)
-    bulk = BulkServer(config, receiver, clock, wire)
+    bulk = BulkServer(config, receiver, clock, wire, halves.values())
     await asyncio.to_thread(bulk.start)
     # The control port last: grpc does not let go of one before its server has been started.
     control = ControlServer(config, "decode", SERVICES, wire)
@@ -142,7 +155,13 @@ async def start_decode(
     log = InstanceLog("decode", instance.name)
     life = LifeLog(log)
     control.on_readiness = life.readiness
-    machine = _machine(config, engine, instance, bulk)
+    for kind, why in unusable:
+        log.note(Event.TRANSPORT_UNUSABLE, f"no KV by {kind.name}: {why}")
+    carriers = [
+        Carrier(value, kind.one_sided, half.metadata())
+        for value, (kind, half) in transports.items()
+    ]
+    machine = _machine(config, engine, instance, bulk, carriers)
     tracing = Tracing(clock, instance.name, "decode", tracer_provider, config.traces_kept)
     instruments = Instruments(instance.name, meter_provider)
     wire.connect(log, tracing, instruments)
@@ -175,7 +194,11 @@ async def start_decode(
 
 
 def _machine(
-    config: DecodeConfig, engine: Engine, instance: types_pb2.Instance, bulk: BulkServer
+    config: DecodeConfig,
+    engine: Engine,
+    instance: types_pb2.Instance,
+    bulk: BulkServer,
+    carriers: Sequence[Carrier],
 ) -> DecodeMachine:
     offer = Offer(
         instance=instance,
@@ -184,6 +207,7 @@ def _machine(
         features=frozenset(engine.features),
         max_model_len=engine.max_model_len,
         timeouts=config,
+        carriers=carriers,
     )
     model = Model(
         engine.vocab_size, engine.eos_token_ids, engine.tokenizer(), frozenset(engine.features)

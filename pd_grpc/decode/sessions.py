@@ -6,23 +6,24 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from pd_grpc.decode.carrier import INLINE_CARRIER, Carrier
 from pd_grpc.decode.sender_shard import missing_part
 from pd_grpc.decode.transfer import Owner
+from pd_grpc.protocol.block_hashes import HASH_ALGORITHM
 from pd_grpc.protocol.config import Timeouts
 from pd_grpc.protocol.faults import Fault, Reason, bad_request, not_meant
 from pd_grpc.protocol.layout import KvLayout
 from pd_grpc.protocol.messages import (
-    INLINE,
     duration,
     layout_from_proto,
     layout_to_proto,
+    plain_transport,
     transport_name,
 )
 from pd_grpc.protocol.refs import name_errors
 from pd_grpc.protocol.sampling import FieldError
 from pd_grpc.v1 import decode_pb2, layout_pb2, types_pb2
 
-HASH_ALGORITHM = "sha256-128-chain"
 NAMES_REMEMBERED = 4096
 """Ps whose greatest epoch is known, the latest seen of them."""
 
@@ -30,18 +31,19 @@ NAMES_REMEMBERED = 4096
 @dataclass
 class Session:
     """One P's standing conversation; `stream` is None while it is broken, `features` are those that
-    both sides have, `load` is what P was told last."""
+    both sides have, `carrier` is how KV comes, `load` is what P was told last."""
 
     session_id: str
     owner: Owner
     stream: int | None
     features: frozenset[str] = frozenset()
+    carrier: Carrier = INLINE_CARRIER
     load: decode_pb2.Load | None = None
 
 
 @dataclass(frozen=True)
 class Offer:
-    """What D offers in every Welcome."""
+    """What D offers in every Welcome; `carriers` best first."""
 
     instance: types_pb2.Instance
     layout: KvLayout
@@ -49,6 +51,7 @@ class Offer:
     features: frozenset[str]
     max_model_len: int
     timeouts: Timeouts
+    carriers: Sequence[Carrier] = (INLINE_CARRIER,)
 
 
 @dataclass(frozen=True)
@@ -72,6 +75,11 @@ class Sessions:
         self._by_id: dict[str, Session] = {}
         self._by_stream: dict[int, Session] = {}
 
+    @property
+    def shards(self) -> Sequence[layout_pb2.Shard]:
+        """D's shards, without what a transport has to add."""
+        return self._offer.shards
+
     def join(self, stream: int, hello: decode_pb2.Hello, session_id: str) -> Joined:
         """Take a P in. Fault when it is malformed, meant for another, stale or unlike us."""
         self._check(hello)
@@ -85,7 +93,8 @@ class Sessions:
             )
         self._remember(owner)
         known = self._by_name.get(owner.name)
-        session = Session(session_id, owner, stream, self._offer.features & set(hello.features))
+        features = self._offer.features & set(hello.features)
+        session = Session(session_id, owner, stream, features, self._carrier(hello))
         if known is not None:
             self.forget(known)
         self._by_name[owner.name] = session
@@ -160,8 +169,19 @@ class Sessions:
             raise not_meant(Reason.WRONG_INSTANCE, text, hello.decode_name, ours.name)
         self._check_layouts(hello.layouts)
         _check_means(hello)
+        self._carrier(hello)
         for shard in hello.shards:
             _check_whole(shard, self._offer.layout)
+
+    def _carrier(self, hello: decode_pb2.Hello) -> Carrier:
+        """The best that both have. Fault when there is none."""
+        theirs = {plain_transport(t) for t in hello.transports} or {layout_pb2.TRANSPORT_INLINE}
+        for carrier in self._offer.carriers:
+            if carrier.transport in theirs:
+                return carrier
+        names = ", ".join(transport_name(t) for t in hello.transports)
+        ours = ", ".join(transport_name(c.transport) for c in self._offer.carriers)
+        raise _mismatch("transports", ours, names)
 
     def _check_layouts(self, offered: Sequence[layout_pb2.KvLayout]) -> None:
         """One that is ours is enough; without one, P hears what is wrong with its best."""
@@ -190,8 +210,8 @@ class Sessions:
             session_id=session.session_id,
             features=sorted(session.features),
             layout=layout_to_proto(offer.layout),
-            transport=layout_pb2.TRANSPORT_INLINE,
-            shards=offer.shards,
+            transport=plain_transport(session.carrier.transport),
+            shards=[session.carrier.shard(shard) for shard in offer.shards],
             lease=duration(timeouts.lease_s),
             grace=duration(timeouts.grace_s),
             heartbeat=duration(timeouts.heartbeat_s),
@@ -222,9 +242,6 @@ def _not_built(field: str, kind: int) -> Fault:
 def _check_means(hello: decode_pb2.Hello) -> None:
     if hello.hash_algorithm not in ("", HASH_ALGORITHM):
         raise _mismatch("hash_algorithm", HASH_ALGORITHM, hello.hash_algorithm)
-    if hello.transports and INLINE.isdisjoint(hello.transports):
-        names = ", ".join(transport_name(t) for t in hello.transports)
-        raise _mismatch("transports", "TRANSPORT_INLINE", names)
     if len(hello.shards) > 1:
         raise _mismatch("shards", "1", str(len(hello.shards)))
 

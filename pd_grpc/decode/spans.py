@@ -130,6 +130,12 @@ class DecodeSpans:
                 waits = self._tracing.context(request.span)
                 request.step_wait = self._start(names.SPAN_STEP_WAIT, change.key, waits, at)
 
+    def carried(self, key: TransferKey, transport: str) -> None:
+        """How the KV of a transfer comes."""
+        request = self._requests.get(key)
+        if request is not None and request.span is not None:
+            request.span.set_attribute(names.ATTR_TRANSPORT, transport)
+
     def refused(self, key: TransferKey, fault: Fault, at: float) -> None:
         """An Allocate ended without a grant."""
         request = self._requests.get(key)

@@ -7,8 +7,10 @@ from dataclasses import dataclass, field
 
 from pd_grpc.blocks.pool import Holding
 from pd_grpc.decode.actions import TokenOut
+from pd_grpc.decode.carrier import INLINE_CARRIER, Carrier
 from pd_grpc.decode.states import STAGES, DecodeState
 from pd_grpc.engine.stopping import Finish, StopRule
+from pd_grpc.protocol.block_hashes import BlockChain
 from pd_grpc.protocol.faults import Fault
 from pd_grpc.protocol.messages import duration
 from pd_grpc.protocol.refs import TransferKey
@@ -37,7 +39,8 @@ class PrefillLeg:
 
 @dataclass
 class ClientLeg:
-    """The client's Generate: its prompt, what it has already, and how to sample."""
+    """The client's Generate: its prompt, what it has already, and how to sample. `chain` names the
+    blocks of its tokens."""
 
     call: int
     prompt: list[int]
@@ -45,6 +48,7 @@ class ClientLeg:
     sampling: Sampling
     stop: StopRule
     until: float
+    chain: BlockChain
 
 
 @dataclass
@@ -52,9 +56,11 @@ class Transfer:
     """A request on D. `grant_id` names it to engine and receiver from its birth on.
 
     `output` are the tokens chosen here or by P, without those the client had already. `kv_tokens`
-    is how many leading tokens have their KV in the holding's blocks. `granted_at` is when it got
-    them, if it needs any. `computed_from` is when the
-    first chunk of a local prefill entered the engine.
+    is how many leading tokens have their KV in the holding's blocks; of these blocks the first
+    `kept_blocks` are known to the prefix cache, or equal to some that are. `cached_tokens` is how
+    many leading tokens it found there when it was granted, `computed_tokens` how many P says it
+    had to compute. `granted_at` is when it got its blocks, if it needs any. `computed_from` is when
+    the first chunk of a local prefill entered the engine. `carrier` is how its KV comes.
     """
 
     key: TransferKey
@@ -69,9 +75,13 @@ class Transfer:
     local: bool = False
     holding: Holding | None = None
     receiving: bool = False
+    carrier: Carrier = INLINE_CARRIER
     first: decode_pb2.FirstToken | None = None
     kv_complete: bool = False
     kv_tokens: int = 0
+    kept_blocks: int = 0
+    cached_tokens: int = 0
+    computed_tokens: int = 0
     computed_from: float | None = None
     output: list[int] = field(default_factory=list)
     held: list[TokenOut] = field(default_factory=list)
@@ -85,6 +95,14 @@ class Transfer:
             return self.prefill.request.max_new_tokens
         assert self.client is not None
         return self.client.sampling.max_tokens - len(self.client.generated)
+
+    @property
+    def written_to(self) -> bool:
+        """Whether KV that a sender has may still land in its blocks. Only what completes the KV
+        ends that: the sender's End, by which a one-sided writer says that it writes no more, while
+        acknowledgements of every layer do not. Until then nothing of it is kept for others, and if
+        the transfer ends before, its blocks are the quarantine's."""
+        return self.receiving and not self.kv_complete
 
     @property
     def handed_off(self) -> bool:
@@ -106,6 +124,17 @@ class Transfer:
         if self.client is None:
             return list(self.output)
         return self.client.prompt + self.client.generated + self.output
+
+    @property
+    def spared_tokens(self) -> int:
+        """Tokens of the prompt that were not computed for this answer, here or on P."""
+        if self.local:
+            spared = self.cached_tokens
+        else:
+            # P computes one at least; 0 is that of a P that does not say.
+            prompt = 0 if self.prefill is None else self.prefill.request.prompt_tokens
+            spared = prompt - self.computed_tokens if self.computed_tokens else 0
+        return max(0, spared if self.client is None else min(spared, len(self.client.prompt)))
 
     @property
     def owner(self) -> Owner | None:
@@ -138,6 +167,7 @@ class Undelivered:
     token: TokenOut
     finish: Finish
     allocate: decode_pb2.AllocateRequest
+    spared_tokens: int
 
 
 def timings_of(transfer: Transfer) -> types_pb2.Timings | None:
@@ -150,6 +180,10 @@ def timings_of(transfer: Transfer) -> types_pb2.Timings | None:
     )
 
 
-def usage_of(prompt: Sequence[int], generated: int) -> types_pb2.Usage:
-    """Token counts of an answer; nothing comes from a prefix cache in v1."""
-    return types_pb2.Usage(prompt_tokens=len(prompt), completion_tokens=generated)
+def usage_of(prompt: Sequence[int], generated: int, spared: int) -> types_pb2.Usage:
+    """Token counts of an answer. `spared` of the prompt's tokens came from a prefix cache."""
+    return types_pb2.Usage(
+        prompt_tokens=len(prompt),
+        completion_tokens=generated,
+        cached_tokens=min(spared, len(prompt)),
+    )

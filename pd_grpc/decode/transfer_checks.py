@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Container, Sequence
+
 from pd_grpc.decode.sender_shard import missing_part
 from pd_grpc.protocol.faults import Fault, Reason, bad_request, not_meant
 from pd_grpc.protocol.layout import KvLayout
-from pd_grpc.protocol.messages import INLINE, transport_name
+from pd_grpc.protocol.messages import plain_transport as plain
+from pd_grpc.protocol.messages import transport_name
 from pd_grpc.protocol.refs import name_errors, ref_errors
 from pd_grpc.protocol.sampling import FieldError
 from pd_grpc.v1 import transfer_pb2
 
 
-def check_open(message: transfer_pb2.TransferOpen, decode_epoch: int, layout: KvLayout) -> None:
-    """Fault when it is malformed, means another process or asks for what is not built."""
+def check_open(
+    message: transfer_pb2.TransferOpen,
+    decode_epoch: int,
+    layout: KvLayout,
+    transports: Container[int],
+) -> None:
+    """Fault when it is malformed, means another process or asks for what is not built or, of
+    `transports`, not there."""
     wrong = ref_errors(message.ref, "open.ref")
     wrong += name_errors(message.grant_id, "open.grant_id", required=True)
     if wrong:
@@ -20,9 +29,8 @@ def check_open(message: transfer_pb2.TransferOpen, decode_epoch: int, layout: Kv
     if message.ref.decode_epoch != decode_epoch:
         text = "the transfer means another process of this decode instance"
         raise not_meant(Reason.STALE_EPOCH, text, message.ref.decode_epoch, decode_epoch)
-    if message.transport not in INLINE:
-        name = transport_name(message.transport)
-        raise Fault(Reason.FEATURE, f"{name} is not supported", {"feature": "open.transport"})
+    if plain(message.transport) not in transports:
+        raise wrong_transport(message.transport)
     lacks = missing_part(message.sender, layout)
     if lacks is not None:
         text = f"a sender with {lacks.field} {lacks.theirs} is not supported"
@@ -32,10 +40,13 @@ def check_open(message: transfer_pb2.TransferOpen, decode_epoch: int, layout: Kv
 
 
 def check_range(
-    chunk: transfer_pb2.KvChunk, payload_bytes: int, layout: KvLayout, wanted: int
+    chunk: transfer_pb2.KvChunk,
+    payload_bytes: int,
+    layout: KvLayout,
+    wanted: Sequence[tuple[int, int]],
 ) -> None:
-    """Fault when a chunk's ranges are not within the layout and the `wanted` blocks, or its payload
-    has not their size."""
+    """Fault when a chunk's ranges are not within the layout and one of the `wanted` runs (start,
+    count) of blocks, or its payload has not their size."""
     wrong = []
     if chunk.group >= len(layout.groups):
         wrong.append(FieldError("chunk.group", f"there are {len(layout.groups)}"))
@@ -43,17 +54,35 @@ def check_range(
     layers = layout.groups[chunk.group].layers
     if chunk.layer_count < 1 or chunk.layer_start + chunk.layer_count > layers:
         wrong.append(FieldError("chunk.layer_start", f"the group has {layers} layers"))
-    if chunk.block_count < 1 or chunk.block_start + chunk.block_count > wanted:
-        wrong.append(FieldError("chunk.block_start", f"{wanted} blocks are wanted"))
-    size = chunk.layer_count * chunk.block_count * layout.layer_bytes(chunk.group)
-    if payload_bytes != size:
+    first, end = chunk.block_start, chunk.block_start + chunk.block_count
+    inside = any(start <= first and end <= start + count for start, count in wanted)
+    if chunk.block_count < 1 or not inside:
+        runs = ", ".join(f"[{start}, {start + count})" for start, count in wanted) or "none"
+        wrong.append(FieldError("chunk.block_start", f"of the blocks {runs} are wanted"))
+    size = range_bytes(chunk, layout)
+    # Bytes that lie elsewhere have the size of their ranges; whether they may is the transport's.
+    if payload_bytes != size and not chunk.HasField("descriptor"):
         text = f"has {payload_bytes} bytes; the ranges take {size}"
         wrong.append(FieldError("chunk.payload", text))
-    if chunk.HasField("descriptor"):
-        text = "chunk.descriptor is not supported"
-        raise Fault(Reason.FEATURE, text, {"feature": "chunk.descriptor"})
     if wrong:
         raise bad_request(wrong)
+
+
+def range_bytes(chunk: transfer_pb2.KvChunk, layout: KvLayout) -> int:
+    """Bytes that a chunk's ranges take."""
+    return chunk.layer_count * chunk.block_count * layout.layer_bytes(chunk.group)
+
+
+def wrong_transport(transport: int) -> Fault:
+    """A stream by another transport than its grant's."""
+    text = f"{transport_name(transport)} is not supported"
+    return Fault(Reason.FEATURE, text, {"feature": "open.transport"})
+
+
+def overlaps(chunk: transfer_pb2.KvChunk) -> Fault:
+    """A chunk whose ranges were partly sent before, in another."""
+    text = "overlaps ranges that were sent before without being equal to one of them"
+    return bad_request([FieldError("chunk.block_start", text)])
 
 
 def check_window(unacknowledged: int, payload_bytes: int, window_bytes: int) -> None:
@@ -63,14 +92,3 @@ def check_window(unacknowledged: int, payload_bytes: int, window_bytes: int) -> 
     if unacknowledged and reached > window_bytes:
         text = f"{reached} bytes would be unacknowledged; the window is {window_bytes}"
         raise bad_request([FieldError("chunk.payload", text)])
-
-
-def corrupt(chunk: transfer_pb2.KvChunk) -> Fault:
-    """A payload that is not what was sent."""
-    layers = f"[{chunk.layer_start}, {chunk.layer_start + chunk.layer_count})"
-    blocks = f"[{chunk.block_start}, {chunk.block_start + chunk.block_count})"
-    return Fault(
-        Reason.KV_CORRUPT,
-        f"checksum differs for layers {layers}, blocks {blocks} of group {chunk.group}",
-        {"group": str(chunk.group), "layers": layers, "blocks": blocks},
-    )

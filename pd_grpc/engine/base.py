@@ -106,6 +106,12 @@ class KvMemory(Protocol):
     @property
     def num_blocks(self) -> int: ...
 
+    @property
+    def shared_fd(self) -> int | None:
+        """The memfd that the pool lies in, from its first byte on, block after block; None where it
+        does not lie in one."""
+        ...
+
     def read(self, blocks: Sequence[int], group: int, layer: int, layers: int) -> list[memoryview]:
         """The slab as read-only pieces to be joined in order, without a copy where the memory is on
         the host. The pieces are valid while the caller holds the blocks."""

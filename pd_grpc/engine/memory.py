@@ -14,8 +14,11 @@ class HostKvMemory:
     layer of it another.
     """
 
-    def __init__(self, buffer: bytearray | memoryview, layout: KvLayout) -> None:
-        """`buffer` holds a whole number of blocks of `layout`, at least one; ValueError if not."""
+    def __init__(
+        self, buffer: bytearray | memoryview, layout: KvLayout, shared_fd: int | None = None
+    ) -> None:
+        """`buffer` holds a whole number of blocks of `layout`, at least one; ValueError if not.
+        `shared_fd` is the memfd that it maps, if it does; it stays the caller's."""
         view = memoryview(buffer).cast("B")
         if not view.nbytes or view.nbytes % layout.block_bytes:
             raise ValueError(
@@ -24,15 +27,23 @@ class HostKvMemory:
             )
         self._view = view
         self._layout = layout
-        self._num_blocks = view.nbytes // layout.block_bytes
+        self._shared_fd = shared_fd
+        self._read_only = view.toreadonly()
+        # Reckoned once: a chunk asks for each of its blocks.
+        self._block_bytes = layout.block_bytes
+        self._num_blocks = view.nbytes // self._block_bytes
 
     @property
     def num_blocks(self) -> int:
         return self._num_blocks
 
+    @property
+    def shared_fd(self) -> int | None:
+        return self._shared_fd
+
     def read(self, blocks: Sequence[int], group: int, layer: int, layers: int) -> list[memoryview]:
         offset, size = self._slice(group, layer, layers)
-        view = self._view.toreadonly()
+        view = self._read_only
         return [view[at : at + size] for at in self._starts(blocks, offset)]
 
     def write(
@@ -58,4 +69,5 @@ class HostKvMemory:
         for block in blocks:
             if not 0 <= block < self._num_blocks:
                 raise ValueError(f"block {block} is outside the pool of {self._num_blocks}")
-        return [block * self._layout.block_bytes + offset for block in blocks]
+        size = self._block_bytes
+        return [block * size + offset for block in blocks]

@@ -15,6 +15,7 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
+from pd_grpc.engine.pool_buffer import PoolBuffer
 from pd_grpc.protocol.layout import KvLayout
 
 ATTENTION_NAME = "pd_paged"
@@ -41,12 +42,21 @@ class Attends(Protocol):
 class PagedKv:
     """A pool of blocks as one CPU tensor, and each layer's part of it as a strided view."""
 
-    def __init__(self, layout: KvLayout, num_blocks: int, dtype: torch.dtype) -> None:
-        """`layout` has one FULL group with planes K and V of equal shape, elements of `dtype`."""
+    def __init__(
+        self, layout: KvLayout, num_blocks: int, dtype: torch.dtype, shared: bool = False
+    ) -> None:
+        """`layout` has one FULL group with planes K and V of equal shape, elements of `dtype`. With
+        `shared` it lies in memory that others of this host may map."""
         group = layout.groups[0]
         plane = group.planes[0]
         shape = (num_blocks, group.layers, 2, plane.heads, layout.block_size, plane.head_dim)
-        self.blocks = torch.zeros(shape, dtype=dtype)
+        # torch's own memory where it need not be shared: it is aligned, and may have huge pages.
+        if shared:
+            self.shared: PoolBuffer | None = PoolBuffer(num_blocks * layout.block_bytes, True)
+            self.blocks = torch.frombuffer(self.shared.view, dtype=dtype).view(shape)
+        else:
+            self.shared = None
+            self.blocks = torch.zeros(shape, dtype=dtype)
         self.block_size = layout.block_size
         self._for_write = self.blocks.permute(1, 0, 4, 2, 3, 5).unbind(0)
         self._for_read = self.blocks.permute(1, 2, 3, 0, 4, 5).unbind(0)

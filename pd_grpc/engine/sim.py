@@ -58,6 +58,7 @@ from pd_grpc.engine.base import (
     SampleSpec,
 )
 from pd_grpc.engine.memory import HostKvMemory
+from pd_grpc.engine.pool_buffer import PoolBuffer
 from pd_grpc.engine.sim_tokenizer import EOS_ID, SimTokenizer
 from pd_grpc.engine.step_table import INVENTED_STEPS, StepTable
 from pd_grpc.protocol.config import EngineConfig
@@ -135,9 +136,11 @@ class SimEngine(Engine):
         self.max_model_len = config.max_model_len or SIM_MODEL_LEN
         self.eos_token_ids = frozenset({EOS_ID})
         self.features = frozenset()
-        buffer = bytearray(config.num_blocks * self.layout.block_bytes)
-        self.memory = HostKvMemory(buffer, self.layout)
-        self._blocks: _Bytes = np.frombuffer(buffer, np.uint8).reshape(config.num_blocks, -1)
+        size = config.num_blocks * self.layout.block_bytes
+        self._buffer = PoolBuffer(size, config.shares_pool)
+        self.memory = HostKvMemory(self._buffer.view, self.layout, self._buffer.fd)
+        whole = np.frombuffer(self._buffer.view, np.uint8)
+        self._blocks: _Bytes = whole.reshape(config.num_blocks, -1)
         self._kv = self._blocks.reshape(
             config.num_blocks,
             config.sim_layers,
@@ -187,6 +190,9 @@ class SimEngine(Engine):
 
     def tokenizer(self) -> SimTokenizer:
         return self._tokenizer
+
+    def close(self) -> None:
+        self._buffer.close()
 
     def _pass(self, ms: float) -> None:
         if self._time_scale > 0 and ms > 0:

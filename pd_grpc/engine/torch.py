@@ -48,8 +48,10 @@ class TorchEngine(Engine):
         layout: KvLayout,
         num_blocks: int,
         max_model_len: int,
+        shares_pool: bool = False,
     ) -> None:
-        """`model` was loaded with the attention `pd_paged` and fits `layout`."""
+        """`model` was loaded with the attention `pd_paged` and fits `layout`. With `shares_pool`
+        the pool lies in memory that others of this host may map."""
         self.name = name
         self.layout = layout
         self.vocab_size = int(model.config.vocab_size)
@@ -58,8 +60,9 @@ class TorchEngine(Engine):
         self._model = model
         self._tokenizer = tokenizer
         self._group = steady_group(model)
-        self._kv = PagedKv(layout, num_blocks, model.dtype)
-        self.memory = HostKvMemory(self._kv.buffer(), layout)
+        self._kv = PagedKv(layout, num_blocks, model.dtype, shares_pool)
+        shared_fd = None if self._kv.shared is None else self._kv.shared.fd
+        self.memory = HostKvMemory(self._kv.buffer(), layout, shared_fd)
 
     def prefill(
         self, batch: Sequence[PrefillChunk], on_layer: Callable[[int, int], None]
@@ -86,6 +89,10 @@ class TorchEngine(Engine):
 
     def tokenizer(self) -> Tokenizer:
         return self._tokenizer
+
+    def close(self) -> None:
+        if self._kv.shared is not None:
+            self._kv.shared.close()
 
     def warm_up(self) -> None:
         run = Run(0, min(2, self.layout.block_size), [0])
@@ -168,7 +175,15 @@ def load_torch_engine(
     check_pool(config.num_blocks, layout.block_bytes)
     mib = config.num_blocks * layout.block_bytes / (1 << 20)
     progress(f"making a pool of {config.num_blocks} blocks, {mib:.0f} MiB")
-    return TorchEngine(source.name, model, tokenizer, layout, config.num_blocks, max_model_len)
+    return TorchEngine(
+        source.name,
+        model,
+        tokenizer,
+        layout,
+        config.num_blocks,
+        max_model_len,
+        config.shares_pool,
+    )
 
 
 def _layout(source: ModelSource, model: Any, config: EngineConfig) -> KvLayout:

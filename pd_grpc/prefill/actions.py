@@ -152,7 +152,7 @@ class SendRelease:
 class Changed:
     """A request has entered another state, for those who watch and for spans. `before` is None
     for one that was just taken in, `fault` is set with FAILED and CANCELLED; `computed` are the
-    tokens that the engine has been through."""
+    tokens that the engine has been through, without those that were found in the prefix cache."""
 
     key: TransferKey
     call: int

@@ -9,21 +9,24 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any
 
 from pd_grpc.prefill import events as ev
 from pd_grpc.prefill.actions import OpenTransfer
+from pd_grpc.prefill.pair_window import PairWindow
 from pd_grpc.prefill.sender import TransferSender
 from pd_grpc.protocol.clock import Clock
 from pd_grpc.protocol.faults import Code, Fault, Reason, TransportFault
 from pd_grpc.protocol.layout import KvLayout
+from pd_grpc.protocol.messages import plain_transport
 from pd_grpc.protocol.posting import post
 from pd_grpc.protocol.refs import TransferKey
 from pd_grpc.protocol.unforeseen import defect
 from pd_grpc.telemetry.instance_log import InstanceLog
 from pd_grpc.telemetry.log_events import Event
 from pd_grpc.transport.base import SendStream, SendTransport, Slab
+from pd_grpc.v1 import decode_pb2
 
 Report = Callable[[ev.Event], None]
 Metadata = Sequence[tuple[str, str]]
@@ -36,15 +39,15 @@ class BulkSender:
     def __init__(
         self,
         layout: KvLayout,
-        transport: SendTransport,
+        transports: Mapping[int, SendTransport],
         chunk_bytes: int,
         clock: Clock,
         report: Report,
         log: InstanceLog | None = None,
     ) -> None:
-        """`report` is called on the bulk thread."""
+        """`transports` by their value on the wire; `report` is called on the bulk thread."""
         self._layout = layout
-        self._transport = transport
+        self._transports = transports
         self._chunk_bytes = chunk_bytes
         self._clock = clock
         self._report = report
@@ -52,6 +55,7 @@ class BulkSender:
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._run, name="pd-bulk", daemon=True)
         self._transfers: dict[TransferKey, dict[int, _Transfer]] = {}
+        self._windows: dict[str, PairWindow] = {}
         self._retiring: set[_Transfer] = set()
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -75,7 +79,17 @@ class BulkSender:
 
     def forget(self, endpoint: str) -> None:
         """Nothing more goes to a shard."""
-        self._post(self._transport.forget, endpoint)
+        self._post(self._windows.pop, endpoint, None)
+        for transport in self._transports.values():
+            self._post(transport.forget, endpoint)
+
+    async def reach(self, welcome: decode_pb2.Welcome) -> None:
+        """Get ready to send by the transport that a D has chosen. Unreachable when that cannot be;
+        from any loop."""
+        transport = self._transports.get(plain_transport(welcome.transport))
+        if transport is not None:
+            ready = transport.reach(welcome.shards, welcome.instance)
+            await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(ready, self._loop))
 
     def stop(self) -> None:
         """End every stream and the thread. Blocks until both are gone."""
@@ -94,12 +108,12 @@ class BulkSender:
                 action.key,
                 action.shard,
                 sender,
-                self._transport,
+                self._transports,
                 self._clock,
                 self._tell,
                 self._log,
             )
-        transfer.open(action, metadata)
+        transfer.open(action, metadata, self._windows.setdefault(action.endpoint, PairWindow()))
 
     def _layer_ready(
         self, computed: Sequence[tuple[TransferKey, int]], group: int, layer: int
@@ -151,7 +165,8 @@ class BulkSender:
             self._spawn(transfer.close())
         while self._tasks:
             await asyncio.wait(list(self._tasks))
-        await self._transport.stop()
+        for transport in self._transports.values():
+            await transport.stop()
 
     def _post(self, function: Callable[..., object], *args: Any) -> None:
         post(self._loop, function, *args)
@@ -172,7 +187,7 @@ class _Transfer:
         key: TransferKey,
         shard: int,
         sender: TransferSender,
-        transport: SendTransport,
+        transports: Mapping[int, SendTransport],
         clock: Clock,
         tell: Report,
         log: InstanceLog,
@@ -180,7 +195,7 @@ class _Transfer:
         self._key = key
         self._shard = shard
         self._sender = sender
-        self._transport = transport
+        self._transports = transports
         self._clock = clock
         self._tell = tell
         self._log = log
@@ -190,13 +205,17 @@ class _Transfer:
         self._pump: asyncio.Task[None] | None = None
         self._stall: asyncio.TimerHandle | None = None
         self._streams = 0
+        self._window = PairWindow()
         self._leftovers: set[asyncio.Task[None]] = set()
 
-    def open(self, action: OpenTransfer, metadata: Metadata) -> None:
+    def open(self, action: OpenTransfer, metadata: Metadata, window: PairWindow) -> None:
         """Begin a stream."""
         self._streams += 1
+        self._window = window
+        window.join(self._sender, self._more.set)
         self._sender.opening(self._clock.now())
-        self._stream = self._transport.open(
+        transport = self._transports[plain_transport(action.open.transport)]
+        self._stream = transport.open(
             action.endpoint, action.open, self, action.timeout_s, metadata
         )
         self._more.clear()
@@ -211,6 +230,7 @@ class _Transfer:
 
     async def close(self) -> None:
         """Stop sending; when it returns P's memory is not read any more."""
+        self._window.leave(self._sender)
         self._unwatch()
         if self._stream is not None:
             await self._stream.close()
@@ -241,7 +261,7 @@ class _Transfer:
     def acked(self, ranges: Sequence[Slab], accepted_bytes: int) -> None:
         self._sender.acked(ranges, accepted_bytes, self._clock.now())
         self._watch()
-        self._more.set()
+        self._window.acked()
         self._tell(ev.KvAcked(self._key, self._shard, ranges, self._sender.acked_bytes))
 
     def completed(self) -> None:
@@ -253,6 +273,7 @@ class _Transfer:
 
     def broken(self, fault: Fault | TransportFault) -> None:
         self._sender.broken()
+        self._window.leave(self._sender)
         self._unwatch()
         if self._pump is not None:
             self._pump.cancel()
@@ -262,7 +283,11 @@ class _Transfer:
         while True:
             await self._more.wait()
             self._more.clear()
-            while (slab := self._sender.next_slab(self._clock.now())) is not None:
+            while self._window.has_room(self._sender):
+                slab = self._sender.next_slab(self._clock.now())
+                if slab is None:
+                    break
+                self._window.sent(self._sender)
                 self._watch()
                 table = self._sender.plan.block_table
                 if not await stream.write(slab, table[slab.block : slab.block + slab.blocks]):
@@ -274,10 +299,12 @@ class _Transfer:
                 return
 
     def _watch(self) -> None:
-        """Wake when the shard will have been silent too long."""
-        self._unwatch()
+        """Wake when the shard will have been silent too long. A timer that runs already stays: the
+        deadline only moves on, and when the timer is over it is looked at again."""
         at = self._sender.deadline()
-        if at is not None:
+        if at is None:
+            self._unwatch()
+        elif self._stall is None:
             delay = max(0.0, at - self._clock.now())
             self._stall = self._loop.call_later(delay, self._stalled)
 

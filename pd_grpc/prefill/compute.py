@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from itertools import count
 
-from pd_grpc.blocks.pool import BlockPool, BlockState
+from pd_grpc.blocks.pool import BlockState
+from pd_grpc.blocks.prefix_cache import PrefixCache
 from pd_grpc.engine.base import Sampled
 from pd_grpc.prefill.actions import EngineAlive, EngineStuck, RunStep
 from pd_grpc.prefill.conversations import Fail
@@ -28,7 +29,7 @@ class Compute:
         self,
         requests: Requests,
         config: PrefillConfig,
-        pool: BlockPool,
+        cache: PrefixCache,
         layout: KvLayout,
         fail: Fail,
         decoding_s: Callable[[PrefillRecord], float],
@@ -47,7 +48,7 @@ class Compute:
         self._decoding_s = decoding_s
         self._starting = starting
         self._computed = computed
-        self._scheduler = PrefillScheduler(pool, layout, config.prefill_batch, config.chunk_tokens)
+        self._scheduler = PrefillScheduler(cache, layout, config.prefill_batch, config.chunk_tokens)
         self._serving = ServingTimesByPeer(config.serving_quantile)
         self._steps = count(1)
         self._step = 0
@@ -106,6 +107,7 @@ class Compute:
                 self._requests.return_blocks(record)
                 continue
             record.computed = chunk.start + len(chunk.token_ids)
+            self._scheduler.keep(record)
             progress = prefill_pb2.Progress(computed_tokens=record.computed)
             self._requests.emit(record, prefill_pb2.PrefillResponse(progress=progress))
             if sampled is not None:

@@ -8,8 +8,9 @@ from typing import Protocol
 
 from pd_grpc.prefill import notices, sessions
 from pd_grpc.prefill.actions import ForgetDecode, Superseded
+from pd_grpc.prefill.carriers import INLINE_ALONE, Carriers
 from pd_grpc.prefill.decode_faults import ended_fault, our_mistake, unavailable
-from pd_grpc.prefill.events import SessionBroken, SessionMessage
+from pd_grpc.prefill.events import SessionBroken, SessionMessage, TransportFailed
 from pd_grpc.prefill.requests import Requests
 from pd_grpc.prefill.sessions import DecodeSession, Phase
 from pd_grpc.prefill.states import PrefillRecord, PrefillState
@@ -18,7 +19,7 @@ from pd_grpc.protocol.config import PrefillConfig
 from pd_grpc.protocol.faults import Fault, Reason, not_meant
 from pd_grpc.protocol.messages import layout_to_proto
 from pd_grpc.protocol.refs import key_of
-from pd_grpc.v1 import decode_pb2, layout_pb2, types_pb2
+from pd_grpc.v1 import decode_pb2, types_pb2
 
 Fail = Callable[[PrefillRecord, Fault, float, bool], None]
 """Ends a request: the record, why, when, and whether D is to be told."""
@@ -54,7 +55,9 @@ class Conversations:
         limits: ModelLimits,
         placed: Placed,
         fail: Fail,
+        carriers: Carriers = INLINE_ALONE,
     ) -> None:
+        self.carriers = carriers
         self.superseded: Fault | None = None
         """Set once a newer process of our name is known."""
         self._requests = requests
@@ -125,6 +128,14 @@ class Conversations:
         out = session.broken(event.link, event.fault, now) if session is not None else None
         self._heard(session, out, now)
 
+    def transport_failed(self, event: TransportFailed, now: float) -> None:
+        """What a D chose does not get us there."""
+        session = self._sessions.get(event.endpoint)
+        out = None
+        if session is not None:
+            out = session.transport_failed(event.link, event.transport, now)
+        self._heard(session, out, now)
+
     def tick(self, now: float) -> None:
         """Let every session do what is due."""
         for session in self.all():
@@ -146,7 +157,7 @@ class Conversations:
             decode_name=name,
             features=sorted(self._limits.features),
             layouts=[layout_to_proto(self._limits.layout)],
-            transports=[layout_pb2.TRANSPORT_INLINE],
+            transports=self.carriers.wire,
         )
 
     def _heard(

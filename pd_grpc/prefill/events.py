@@ -51,6 +51,17 @@ class SessionBroken:
 
 
 @dataclass(frozen=True)
+class TransportFailed:
+    """The welcome on session stream number `link` chose a transport that does not get P there; it
+    is not told otherwise, and nothing of that stream will be."""
+
+    endpoint: str
+    link: int
+    transport: int
+    why: str
+
+
+@dataclass(frozen=True)
 class AllocateAnswered:
     """The Allocate `asked` has ended: exactly one of `response` and `fault` is set."""
 
@@ -168,6 +179,7 @@ Event = (
     | PrefillCallEnded
     | SessionMessage
     | SessionBroken
+    | TransportFailed
     | AllocateAnswered
     | StepDone
     | StepFailed

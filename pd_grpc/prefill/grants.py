@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from pd_grpc.prefill.carriers import INLINE_ALONE, Carriers
 from pd_grpc.prefill.states import Grant, PrefillRecord
 from pd_grpc.protocol.layout import KvLayout
-from pd_grpc.protocol.messages import INLINE
 from pd_grpc.transport.base import LayerRun, SendPlan
 from pd_grpc.v1 import decode_pb2, layout_pb2, types_pb2
 
@@ -20,16 +20,19 @@ def read_grant(
         tuple((wanted.start, wanted.count) for wanted in response.wanted),
         tuple(response.shards),
         response.transport,
+        response.cached_tokens,
     )
 
 
-def grant_problem(grant: Grant, record: PrefillRecord, layout: KvLayout) -> str | None:
+def grant_problem(
+    grant: Grant, record: PrefillRecord, layout: KvLayout, carriers: Carriers = INLINE_ALONE
+) -> str | None:
     """What makes a grant useless to us, if anything."""
     if not grant.grant_id:
         return "it has no grant_id"
     if not record.kv_needed:
         return None
-    if grant.transport not in INLINE:
+    if not carriers.has(grant.transport):
         return f"transport {grant.transport} was not offered"
     end = 0
     blocks = layout.blocks_for(len(record.tokens))
@@ -54,6 +57,7 @@ def send_plan(grant: Grant, shard: int, record: PrefillRecord, layout: KvLayout)
         block_table=tuple(record.holding.blocks),
         wanted=grant.wanted,
         layers=_layers_of(grant.shards[shard], layout),
+        ready=record.computed,
     )
 
 

@@ -21,15 +21,15 @@ from pd_grpc.prefill.events import AnyFault, FirstTokenAnswered, KvAcked, Transf
 from pd_grpc.prefill.grants import send_plan
 from pd_grpc.prefill.requests import Requests, Timer
 from pd_grpc.prefill.sender_watch import SenderWatch
-from pd_grpc.prefill.sessions import backoff_s
+from pd_grpc.prefill.sessions import DecodeSession, backoff_s
 from pd_grpc.prefill.shard_silence import ShardSilence
-from pd_grpc.prefill.states import PrefillRecord, PrefillState, Stream
+from pd_grpc.prefill.states import Grant, PrefillRecord, PrefillState, Stream
 from pd_grpc.prefill.validation import ModelLimits
 from pd_grpc.protocol.config import PrefillConfig
 from pd_grpc.protocol.faults import Fault, Reason, TransportFault
-from pd_grpc.protocol.messages import seconds
+from pd_grpc.protocol.messages import plain_transport, seconds
 from pd_grpc.protocol.refs import TransferKey
-from pd_grpc.v1 import decode_pb2, transfer_pb2, types_pb2
+from pd_grpc.v1 import decode_pb2, layout_pb2, transfer_pb2, types_pb2
 
 _GONE = frozenset(
     {
@@ -161,11 +161,12 @@ class Handover:
         grant = record.grant
         assert grant is not None
         session = self._conversations[grant.endpoint]
+        record.transport = self._transport(session, grant)
         message = transfer_pb2.TransferOpen(
             session_id=session.session_id,
             ref=_ref(record),
             grant_id=grant.grant_id,
-            transport=grant.transport,
+            transport=plain_transport(record.transport),
             shard_index=shard,
         )
         plan = send_plan(grant, shard, record, self._limits.layout)
@@ -183,6 +184,13 @@ class Handover:
                 record.left(now),
             )
         )
+
+    def _transport(self, session: DecodeSession, grant: Grant) -> layout_pb2.Transport:
+        """That of the grant, unless it did not get us there in the session that we have now."""
+        chosen = plain_transport(grant.transport)
+        if chosen == plain_transport(session.welcome.transport):
+            return chosen
+        return layout_pb2.TRANSPORT_INLINE
 
     def _ended(self, key: TransferKey, shard: int, end: Stream) -> PrefillRecord | None:
         """Note a stream's end; the record if it is still in flight."""
@@ -283,7 +291,7 @@ class Handover:
             ref=_ref(record),
             grant_id=record.grant.grant_id,
             tokens=[_first_token(record)],
-            computed_tokens=record.computed,
+            computed_tokens=record.computed - record.cached_tokens,
         )
         record.first_token_tries += 1
         record.first_token_in_flight = True

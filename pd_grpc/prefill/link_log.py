@@ -5,6 +5,7 @@ from __future__ import annotations
 from pd_grpc.prefill import events as ev
 from pd_grpc.prefill.prepare import PreparePool
 from pd_grpc.protocol.faults import Fault, TransportFault
+from pd_grpc.protocol.messages import transport_label
 from pd_grpc.telemetry.instance_log import InstanceLog
 from pd_grpc.telemetry.log_events import Event
 
@@ -12,6 +13,7 @@ _OF_LINKS = frozenset(
     {
         ev.SessionMessage,
         ev.SessionBroken,
+        ev.TransportFailed,
         ev.AllocateAnswered,
         ev.FirstTokenAnswered,
         ev.ReleaseAnswered,
@@ -43,6 +45,10 @@ class LinkLog:
                 self._news = True
         elif isinstance(event, ev.SessionBroken):
             self._lost(event.endpoint, event.fault)
+        elif isinstance(event, ev.TransportFailed):
+            name = transport_label(event.transport)
+            text = "no KV by %s: %s"
+            self._note(Event.TRANSPORT_FAILED, text, event.endpoint, None, name, event.why)
         elif isinstance(event, ev.AllocateAnswered):
             self._news = self._news or event.fault is not None or bool(self._breakers)
         elif isinstance(event, ev.FirstTokenAnswered | ev.ReleaseAnswered):

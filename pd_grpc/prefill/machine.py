@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from pd_grpc.blocks.pool import BlockPool
+from pd_grpc.blocks.prefix_cache import PrefixCache
 from pd_grpc.engine.base import Sampled, Tokenizer
 from pd_grpc.prefill import events as ev
 from pd_grpc.prefill.actions import Action, Drained, FailCall, FinishCall
+from pd_grpc.prefill.carriers import INLINE_ALONE, Carriers
 from pd_grpc.prefill.compute import Compute
 from pd_grpc.prefill.handover import Handover
 from pd_grpc.prefill.placement import Placement
@@ -14,6 +16,7 @@ from pd_grpc.prefill.sender_watch import SENDER
 from pd_grpc.prefill.states import PrefillRecord, PrefillState, Times
 from pd_grpc.prefill.validation import ModelLimits, check_prefill, tokens_of
 from pd_grpc.prefill.view import describe, handed_off, stage_of
+from pd_grpc.protocol.block_hashes import BlockChain
 from pd_grpc.protocol.config import PrefillConfig
 from pd_grpc.protocol.faults import Fault, Reason, stage_deadline
 from pd_grpc.protocol.refs import TransferKey, key_of
@@ -38,9 +41,11 @@ class PrefillMachine:
         limits: ModelLimits,
         pool: BlockPool,
         tokenizer: Tokenizer,
+        carriers: Carriers = INLINE_ALONE,
     ) -> None:
         self.instance = instance
         self.pool = pool
+        self.cache = PrefixCache(pool, config.prefix_cache)
         self.requests = Requests(config)
         self.draining = False
         self._drained = False
@@ -55,6 +60,7 @@ class PrefillMachine:
             fail=self._fail,
             granted=lambda record: self.compute.ready(record),
             session_up=lambda record, now: self.handover.session_up(record, now),
+            carriers=carriers,
         )
         self.conversations = self.placement.conversations
         self.handover = Handover(
@@ -69,7 +75,7 @@ class PrefillMachine:
         self.compute = Compute(
             self.requests,
             config,
-            pool,
+            self.cache,
             limits.layout,
             fail=self._fail,
             decoding_s=self.placement.decoding_s,
@@ -107,6 +113,11 @@ class PrefillMachine:
         return self._settle(now)
 
     @property
+    def block_size(self) -> int:
+        """Tokens of a block."""
+        return self._limits.layout.block_size
+
+    @property
     def paused(self) -> bool:
         """Whether nothing new is asked for or computed."""
         return self.compute.paused
@@ -140,6 +151,8 @@ class PrefillMachine:
             self.conversations.message(event, now)
         elif isinstance(event, ev.SessionBroken):
             self.conversations.broken(event, now)
+        elif isinstance(event, ev.TransportFailed):
+            self.conversations.transport_failed(event, now)
         elif isinstance(event, ev.AllocateAnswered):
             self.placement.answered(event, now)
         elif isinstance(event, ev.StepDone):
@@ -151,11 +164,17 @@ class PrefillMachine:
         elif isinstance(event, ev.TransferReopened):
             self.handover.silence.reached(event.key)
         elif isinstance(event, ev.TransferCompleted):
+            ended = self.requests.get(event.key)
             self.handover.completed(event.key, event.shard, now)
+            if ended is not None:
+                self.placement.writing.over(ended, now)
         elif isinstance(event, ev.TransferBroken):
             self.handover.broken(event, now)
         elif isinstance(event, ev.TransferClosed):
+            ended = self.requests.get(event.key)
             self.handover.closed(event.key, event.shard)
+            if ended is not None:
+                self.placement.writing.over(ended, now)
         elif isinstance(event, ev.FirstTokenAnswered):
             self._first_token_answered(event, now)
         elif isinstance(event, ev.ReleaseAnswered):
@@ -212,7 +231,8 @@ class PrefillMachine:
         except Fault as fault:
             self.requests.do(FailCall(event.call, fault))
             return
-        record = _record(event, tokens, sampling, now)
+        chain = BlockChain(self.block_size, event.request.scope.cache_salt)
+        record = _record(event, tokens, chain, sampling, now)
         self.requests.add(record, now)
         endpoint = record.target.endpoint
         queued = prefill_pb2.Queued(ahead=self.placement.pool.waiting_for(endpoint))
@@ -303,6 +323,7 @@ class PrefillMachine:
         self.compute.forget(record)
         self.compute.learn(record, state, fault, now)
         self.requests.end(record, state, fault, now)
+        self.placement.writing.over(record, now)
 
     # --- the operator --------------------------------------------------------------------------
 
@@ -334,7 +355,11 @@ class PrefillMachine:
 
 
 def _record(
-    event: ev.PrefillCalled, tokens: tuple[int, ...], sampling: Sampling, now: float
+    event: ev.PrefillCalled,
+    tokens: tuple[int, ...],
+    chain: BlockChain,
+    sampling: Sampling,
+    now: float,
 ) -> PrefillRecord:
     request = event.request
     return PrefillRecord(
@@ -343,6 +368,7 @@ def _record(
         request=request,
         sampling=sampling,
         tokens=tokens,
+        chain=chain,
         deadline=now + max(0.0, event.budget_s),
         times=Times(now),
     )

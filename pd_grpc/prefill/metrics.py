@@ -10,10 +10,12 @@ from pd_grpc.prefill.machine import PrefillMachine
 from pd_grpc.prefill.states import TRANSITIONS, PrefillRecord, PrefillState
 from pd_grpc.protocol.clock import Clock
 from pd_grpc.protocol.faults import Fault, Reason
+from pd_grpc.protocol.messages import transport_label
 from pd_grpc.protocol.refs import TransferKey
 from pd_grpc.telemetry import names
 from pd_grpc.telemetry.instance_metrics import MachineMetrics, stages_ahead
 from pd_grpc.telemetry.instruments import Instruments
+from pd_grpc.v1 import layout_pb2
 
 _STAGES: Mapping[PrefillState, str] = {
     PrefillState.QUEUED: "queue",
@@ -22,6 +24,7 @@ _STAGES: Mapping[PrefillState, str] = {
     PrefillState.COMPUTING: "compute",
     PrefillState.SENDING: "send",
 }
+INLINE = layout_pb2.TRANSPORT_INLINE
 _AHEAD = stages_ahead(_STAGES, TRANSITIONS)
 _WAITING = (PrefillState.QUEUED, PrefillState.ALLOCATING)
 
@@ -33,9 +36,13 @@ class PrefillMetrics(MachineMetrics[TransferKey]):
         super().__init__(instruments, "prefill", Reason, clock.now)
         self._wasted = instruments.counter(names.METRIC_WASTED_TOKENS)
         self._acked: dict[TransferKey, dict[int, int]] = {}
-        requests = machine.requests
+        requests = self._requests = machine.requests
         self.watch_late_events(lambda: requests.late_events)
         self.watch_pool(machine.pool.counts)
+        cache, size = machine.cache, machine.block_size
+        self.watch_prefix_cache(
+            lambda: cache.asked_blocks * size, lambda: cache.found_blocks * size
+        )
         self.watch_queue(lambda: _waiting_tokens(requests.in_flight))
 
     def changed(self, change: Changed) -> None:
@@ -43,7 +50,10 @@ class PrefillMetrics(MachineMetrics[TransferKey]):
         left = None if change.before is None else _STAGES[change.before]
         self.moved(change.key, left, _AHEAD[change.after], change.fault)
         if change.after is PrefillState.COMPUTING:
-            self.transfer_begins(change.key)
+            record = self._requests.get(change.key)
+            # Where no KV is needed none is on its way.
+            if record is not None and record.transport:
+                self.transfer_begins(change.key, transport_label(record.transport))
         if change.after.terminal:
             self.transfer_ends(change.key, change.fault)
             self._acked.pop(change.key, None)
@@ -56,7 +66,12 @@ class PrefillMetrics(MachineMetrics[TransferKey]):
             of_shards = self._acked.setdefault(event.key, {})
             before = of_shards.get(event.shard, 0)
             of_shards[event.shard] = event.acked_bytes
-            self.verified(max(0, event.acked_bytes - before))
+            news = max(0, event.acked_bytes - before)
+            self.verified(news, self._transport(event.key))
+
+    def _transport(self, key: TransferKey) -> str:
+        record = self._requests.get(key)
+        return transport_label(INLINE if record is None else record.transport)
 
     def _ended_by(self, fault: Fault, computed: int) -> None:
         if fault.reason is Reason.LEASE_EXPIRED:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,12 +16,25 @@ from pd_grpc.prefill import events as ev
 from pd_grpc.protocol import rpc
 from pd_grpc.protocol.config import PrefillConfig
 from pd_grpc.protocol.interception import Guard, Wire
+from pd_grpc.protocol.messages import INLINE
 from pd_grpc.protocol.posting import post
 from pd_grpc.protocol.refs import TransferKey
+from pd_grpc.transport.base import Unreachable
 from pd_grpc.v1 import decode_pb2, decode_pb2_grpc
 
 Feed = Callable[[ev.Event], None]
 Metadata = Sequence[tuple[str, str]]
+
+Reach = Callable[[str, decode_pb2.Welcome], Awaitable[None]]
+"""Gets ready to send KV to the D at an endpoint as its welcome says. Unreachable when that cannot
+be."""
+
+
+async def inline_alone(endpoint: str, welcome: decode_pb2.Welcome) -> None:
+    """For a P that has only the transport that goes wherever gRPC goes."""
+    if welcome.transport not in INLINE:
+        raise Unreachable("this prefill sends KV inline alone")
+
 
 FAREWELL_S = 1.0
 """How long D may take to end a session that we have said goodbye on."""
@@ -35,8 +48,10 @@ class SessionStream:
         stub: decode_pb2_grpc.DecodeServiceStub,
         opened: act.OpenSession,
         feed: Feed,
+        reach: Reach,
     ) -> None:
         self._stub = stub
+        self._reach = reach
         self._opened = opened
         self._feed = feed
         self._closed = False
@@ -63,6 +78,8 @@ class SessionStream:
         fault = None
         try:
             async for message in call:
+                if not await self._gets_there(message):
+                    return
                 self._tell(ev.SessionMessage(self._opened.endpoint, self._opened.link, message))
         except grpc.aio.AioRpcError as error:
             fault = rpc.read_error(error)
@@ -71,6 +88,19 @@ class SessionStream:
             writer.cancel()
             call.cancel()
             self._tell(ev.SessionBroken(self._opened.endpoint, self._opened.link, fault))
+
+    async def _gets_there(self, message: decode_pb2.SessionResponse) -> bool:
+        """Whether a message may be heard: a welcome only when its transport gets us to D."""
+        if message.WhichOneof("message") != "welcome":
+            return True
+        endpoint, link = self._opened.endpoint, self._opened.link
+        try:
+            await self._reach(endpoint, message.welcome)
+        except Unreachable as error:
+            transport = message.welcome.transport
+            self._tell(ev.TransportFailed(endpoint, link, transport, str(error)))
+            return False
+        return True
 
     async def _write(self, call: Any) -> None:
         # Why a write fails is the reader's to tell.
@@ -108,6 +138,7 @@ class DecodePeer:
         self._endpoint = endpoint
         self._config = config
         self._feed = feed
+        self.reach: Reach = inline_alone
         self._wire = wire or Wire()
         self._loop = asyncio.get_running_loop()
         self._channel = self._wire.aio_channel(endpoint, config, config)
@@ -119,7 +150,8 @@ class DecodePeer:
 
     def open_session(self, opened: act.OpenSession) -> None:
         """Open a session stream."""
-        stream = self._sessions[opened.link] = SessionStream(self._stub, opened, self._feed)
+        stream = SessionStream(self._stub, opened, self._feed, self.reach)
+        self._sessions[opened.link] = stream
         stream.task.add_done_callback(lambda _: self._sessions.pop(opened.link, None))
 
     def send(self, message: act.SendOnSession) -> None:

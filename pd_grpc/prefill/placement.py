@@ -7,6 +7,7 @@ from dataclasses import replace
 from random import Random
 
 from pd_grpc.prefill.actions import CancelAllocate, SendAllocate
+from pd_grpc.prefill.carriers import INLINE_ALONE, Carriers
 from pd_grpc.prefill.conversations import Conversations, Fail
 from pd_grpc.prefill.decode_faults import (
     again_in,
@@ -26,6 +27,7 @@ from pd_grpc.prefill.requests import Requests
 from pd_grpc.prefill.sessions import DecodeSession, Phase
 from pd_grpc.prefill.states import PrefillRecord, PrefillState
 from pd_grpc.prefill.validation import ModelLimits
+from pd_grpc.prefill.writing import Writing
 from pd_grpc.protocol.config import PrefillConfig
 from pd_grpc.protocol.faults import RETRY_AFTER_S, Fault, Reason, not_meant
 from pd_grpc.protocol.messages import duration, seconds
@@ -48,13 +50,15 @@ class Placement:
         fail: Fail,
         granted: Callable[[PrefillRecord], None],
         session_up: Callable[[PrefillRecord, float], None],
+        carriers: Carriers = INLINE_ALONE,
     ) -> None:
         """`granted` takes a request over; `session_up` hears of each that holds a grant when its
         session is there again."""
         # Another for each process, and the same whenever its events are played again.
         self.pool = PreparePool(PrepareLimits.of(config), Random(instance.epoch).random)
-        self.conversations = Conversations(requests, config, instance, limits, self, fail)
+        self.conversations = Conversations(requests, config, instance, limits, self, fail, carriers)
         self.releases = Releases(requests, config, self.conversations)
+        self.writing = Writing(self.conversations, self.releases)
         self._requests = requests
         self._config = config
         self._limits = limits
@@ -87,6 +91,8 @@ class Placement:
         if cause is not None and (asked or cause.reason not in _MET_BY_BOTH_LEGS):
             # Asked or not, D may have the client's leg, which waits for this transfer.
             self._release(record, cause, now)
+        elif record.asking:
+            self.writing.asked_in_vain(record, now)
         over = cause is not None and cause.reason is Reason.STAGE_DEADLINE
         if record.asking and over and self._may_outlast(record.target.endpoint, now):
             # The release ends the wait on a D that lives. Of one that does not, the call's own
@@ -178,6 +184,7 @@ class Placement:
             kv_needed=record.kv_needed,
             scope=record.request.scope if record.request.HasField("scope") else None,
             request_id=record.request.request_id,
+            block_hashes=self._names(record),
         )
         record.ask += 1
         record.asking = True
@@ -195,6 +202,14 @@ class Placement:
         )
         self._requests.do(ask)
 
+    def _names(self, record: PrefillRecord) -> list[decode_pb2.BlockHash]:
+        """Of all whole blocks, where D may make use of them."""
+        if not record.kv_needed:
+            return []
+        whole = len(record.tokens) // self._limits.layout.block_size
+        names = record.chain.names(record.tokens, whole)
+        return [decode_pb2.BlockHash(hash=name) for name in names]
+
     def _take(
         self, record: PrefillRecord, response: decode_pb2.AllocateResponse, now: float
     ) -> None:
@@ -202,7 +217,8 @@ class Placement:
         grant = read_grant(session.endpoint, session.instance, response)
         record.asking = False
         record.grant = grant
-        problem = grant_problem(grant, record, self._limits.layout)
+        layout, carriers = self._limits.layout, self.conversations.carriers
+        problem = grant_problem(grant, record, layout, carriers)
         if problem is not None:
             fault = Fault(Reason.WRONG_STATE, f"the grant of {session.endpoint} is void: {problem}")
             self._fail(record, fault, now, True)
@@ -354,7 +370,10 @@ class Placement:
         if session is None or not session.session_id:
             return
         epoch = record.asked_epoch or session.instance.epoch
-        self.releases.give_back(record.key, session.endpoint, session.session_id, epoch, cause, now)
+        stopped = self.writing.stopped(record)
+        self.releases.give_back(
+            record.key, session.endpoint, session.session_id, epoch, cause, now, stopped
+        )
 
     def _release_late(self, asked: SendAllocate, now: float) -> None:
         """A grant came for a request that has gone on without it."""

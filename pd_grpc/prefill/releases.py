@@ -30,12 +30,16 @@ class Owed:
 @dataclass
 class _Release:
     ref: types_pb2.TransferRef
-    cause: status_pb2.Status
+    cause: status_pb2.Status | None
     session_id: str
     """What the last call carried, or is to carry while there is no session."""
     call: int = 0
     """Number of the last call, from 1; tells answers apart."""
     in_flight: bool = False
+    writes_stopped: bool = True
+    """What the next call says. With inline D does the writing, and so no write of P's can come."""
+    unsaid: bool = False
+    """Whether that has changed since the call that is in flight."""
 
 
 class Releases:
@@ -70,11 +74,13 @@ class Releases:
         endpoint: str,
         session_id: str,
         decode_epoch: int,
-        cause: Fault,
+        cause: Fault | None,
         now: float,
+        writes_stopped: bool = True,
     ) -> None:
         """Release a transfer; while that is owed already, the first cause stands. `session_id` is
-        used while there is no session to be had."""
+        used while there is no session to be had. Where P may still write to D's memory D hears of
+        the end at once, and of `stopped` later."""
         owed = Owed(endpoint, key)
         session = self._conversations.get(endpoint)
         if owed in self._owed or not _of_epoch(session, decode_epoch):
@@ -82,7 +88,9 @@ class Releases:
         ref = types_pb2.TransferRef(
             transfer_id=key.transfer_id, attempt=key.attempt, decode_epoch=decode_epoch
         )
-        release = self._owed[owed] = _Release(ref, cause.status(), session_id)
+        status = None if cause is None else cause.status()
+        release = _Release(ref, status, session_id, writes_stopped=writes_stopped)
+        self._owed[owed] = release
         grace_s = self._config.grace_s if session is None else seconds(session.welcome.grace)
         self._over.set(owed, now + grace_s + self._config.tombstone_s)
         if len(self._owed) > self._config.tombstones:
@@ -95,6 +103,17 @@ class Releases:
             release.session_id = session.session_id
             self._call(owed, release)
 
+    def stopped(
+        self, key: TransferKey, endpoint: str, session_id: str, decode_epoch: int, now: float
+    ) -> None:
+        """Nothing more is written for a transfer that has ended, on whichever side."""
+        release = self._owed.get(Owed(endpoint, key))
+        if release is None:
+            self.give_back(key, endpoint, session_id, decode_epoch, None, now)
+        elif not release.writes_stopped:
+            release.writes_stopped = True
+            release.unsaid = release.in_flight
+
     def answered(self, event: ReleaseAnswered, now: float) -> None:
         """A Release has ended."""
         owed = Owed(event.sent.endpoint, event.sent.key)
@@ -104,7 +123,10 @@ class Releases:
             return
         release.in_flight = False
         if event.fault is None or not _again_may_do(event.fault):
-            self._drop(owed, now)
+            if release.unsaid:
+                self._call(owed, release)
+            else:
+                self._drop(owed, now)
             return
         session = self._conversations.get(owed.endpoint)
         if session is None or session.phase is not Phase.OPEN:
@@ -160,13 +182,13 @@ class Releases:
     def _call(self, owed: Owed, release: _Release) -> None:
         release.call += 1
         release.in_flight = True
+        release.unsaid = False
         self._again.cancel(owed)
-        # With inline D does the writing: what P has sent or not, no write of P's can come.
         request = decode_pb2.ReleaseRequest(
             session_id=release.session_id,
             ref=release.ref,
             cause=release.cause,
-            writes_stopped=True,
+            writes_stopped=release.writes_stopped,
         )
         timeout_s = self._config.call_s
         self._requests.do(SendRelease(owed.key, release.call, owed.endpoint, request, timeout_s))

@@ -83,7 +83,8 @@ class Requests:
             raise AssertionError(f"{record.key} cannot go from {record.state.name} to {state.name}")
         before, record.state = record.state, state
         record.state_since = now
-        self.do(Changed(record.key, record.call, before, state, record.fault, record.computed))
+        computed = record.computed - record.cached_tokens
+        self.do(Changed(record.key, record.call, before, state, record.fault, computed))
 
     def end(
         self, record: PrefillRecord, state: PrefillState, fault: Fault | None, now: float

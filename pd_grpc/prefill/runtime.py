@@ -23,9 +23,11 @@ from pd_grpc.protocol.config import PrefillConfig
 from pd_grpc.protocol.driver import Driver
 from pd_grpc.protocol.failures import FailureLog
 from pd_grpc.protocol.faults import Fault, Reason
+from pd_grpc.protocol.messages import INLINE
 from pd_grpc.protocol.refs import key_of
 from pd_grpc.telemetry.instance_log import InstanceLog
-from pd_grpc.v1 import prefill_pb2
+from pd_grpc.transport.base import Unreachable
+from pd_grpc.v1 import decode_pb2, prefill_pb2
 
 
 class CallOutbox:
@@ -260,7 +262,21 @@ class PrefillRuntime:
         peer = self._peers.get(endpoint)
         if peer is None:
             peer = self._peers[endpoint] = self._make_peer(endpoint, self._config, self._hear)
+            peer.reach = self._reach
         return peer
+
+    async def _reach(self, endpoint: str, welcome: decode_pb2.Welcome) -> None:
+        """Get ready to send KV to the shards of a D, where it does not go with the calls anyway."""
+        if welcome.transport in INLINE:
+            return
+        assert self._bulk is not None
+        shards = self._shards.setdefault(endpoint, set())
+        shards.update(shard.endpoint for shard in welcome.shards)
+        try:
+            # A bulk side that is stuck is told of by itself, and is no fault of this D's.
+            await asyncio.wait_for(self._bulk.reach(welcome), self._config.connect_s / 2)
+        except asyncio.TimeoutError:
+            raise Unreachable("the KV sender did not get ready in time") from None
 
     def _hear(self, event: ev.Event) -> None:
         if not self._stopped:
@@ -284,7 +300,9 @@ class PrefillRuntime:
             self._close(peer)
         assert self._bulk is not None
         for shard in self._shards.pop(endpoint, ()):
-            self._bulk.forget(shard)
+            # The same D may be reached by another address as well.
+            if not any(shard in others for others in self._shards.values()):
+                self._bulk.forget(shard)
 
     def _close(self, peer: DecodePeer) -> None:
         task = self._loop.create_task(peer.close())

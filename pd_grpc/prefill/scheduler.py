@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections import OrderedDict, deque
 from dataclasses import dataclass
 
-from pd_grpc.blocks.pool import BlockPool, BlockState, Holding
+from pd_grpc.blocks.pool import BlockState, Holding
+from pd_grpc.blocks.prefix_cache import PrefixCache
 from pd_grpc.engine.base import PrefillChunk, SampleSpec
 from pd_grpc.prefill.states import PrefillRecord
 from pd_grpc.protocol.layout import KvLayout
@@ -31,7 +32,9 @@ class PrefillScheduler:
     A prompt is cut at multiples of `chunk_tokens` from its own beginning, whatever is computed
     beside it, so that its KV is the same in every company. The oldest request always takes part; a
     younger one where its next chunk still fits. A request takes its blocks when it is first
-    computed, all of them, and waits while P's pool is full, holding nothing.
+    computed, all of them, and waits while P's pool is full, holding nothing. Of these blocks the
+    first may be cached ones, which it shares and which are not computed again; the last token
+    always is, for the one that follows it.
 
     A D that takes its KV slowly, or not at all, keeps the blocks of its requests busy. So each D
     may hold its share of the pool and no more, with one share left for a D that is not at work yet;
@@ -39,8 +42,9 @@ class PrefillScheduler:
     share is computed when its D holds nothing.
     """
 
-    def __init__(self, pool: BlockPool, layout: KvLayout, batch: int, chunk_tokens: int) -> None:
-        self._pool = pool
+    def __init__(self, cache: PrefixCache, layout: KvLayout, batch: int, chunk_tokens: int) -> None:
+        self._cache = cache
+        self._pool = cache.pool
         self._layout = layout
         self._batch = batch
         self._chunk_tokens = chunk_tokens
@@ -63,6 +67,15 @@ class PrefillScheduler:
         self._running = [other for other in self._running if other is not record]
         self._alone.discard(id(record))
         self._leave(record)
+
+    def keep(self, record: PrefillRecord) -> None:
+        """Let others find the whole blocks of a request that are computed."""
+        whole = record.computed // self._layout.block_size
+        if not self._cache.enabled or record.holding is None or whole <= record.kept_blocks:
+            return
+        names = record.chain.names(record.tokens, whole)
+        self._cache.add(names, record.holding.blocks, record.kept_blocks)
+        record.kept_blocks = whole
 
     def suspect(self, records: tuple[PrefillRecord, ...]) -> None:
         """A step of several failed: compute each alone, so that only the one at fault fails."""
@@ -105,7 +118,7 @@ class PrefillScheduler:
             needed = self._blocks(records[0])
             if decode in held and held[decode] + needed > share:
                 continue
-            return records[0] if needed <= self._pool.free else None
+            return records[0] if self._cache.has_room(needed, self._names(records[0])) else None
         return None
 
     def _held_by_decode(self) -> dict[str, int]:
@@ -121,9 +134,20 @@ class PrefillScheduler:
     def _blocks(self, record: PrefillRecord) -> int:
         return self._layout.blocks_for(len(record.tokens))
 
+    def _names(self, record: PrefillRecord) -> list[bytes]:
+        """Of the blocks that need not be computed where they are found."""
+        if not self._cache.enabled:
+            return []
+        whole = (len(record.tokens) - 1) // self._layout.block_size
+        return record.chain.names(record.tokens, whole)
+
     def _admit(self, record: PrefillRecord) -> None:
-        holding = self._pool.reserve(self._blocks(record), BlockState.COMPUTING, str(record.key))
+        holding, cached = self._cache.reserve(
+            self._blocks(record), self._names(record), BlockState.COMPUTING, str(record.key)
+        )
         record.holding = holding
+        record.kept_blocks = cached
+        record.computed = record.cached_tokens = cached * self._layout.block_size
         decode = record.target.endpoint
         self._held.setdefault(decode, []).append(holding)
         self._leave(record)

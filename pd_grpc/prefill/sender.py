@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from itertools import accumulate
 
 from pd_grpc.protocol.layout import KvLayout
@@ -14,9 +14,9 @@ _UNSENT, _SENT, _VERIFIED = 0, 1, 2
 
 class _Layer:
     """One layer's wanted blocks by their place in the plan's order: what has become of each, and
-    how many from the front are computed."""
+    how many from the front are computed, and whether all tokens are, wanted or not."""
 
-    __slots__ = ("block_bytes", "first_unsent", "group", "layer", "ready", "state")
+    __slots__ = ("block_bytes", "computed", "first_unsent", "group", "layer", "ready", "state")
 
     def __init__(self, group: int, layer: int, blocks: int, block_bytes: int) -> None:
         self.group = group
@@ -24,6 +24,7 @@ class _Layer:
         self.block_bytes = block_bytes
         self.state = bytearray(blocks)
         self.ready = 0
+        self.computed = False
         self.first_unsent = 0
 
     def unsent(self, start: int, end: int) -> int:
@@ -65,6 +66,8 @@ class TransferSender:
             for run in plan.layers
             for layer in range(run.layer, run.layer + run.layers)
         ]
+        self._pass_over = True
+        """Every layer is computed as far as every other."""
         self._by_name = {(each.group, each.layer): each for each in self._layers}
         self._open = False
         self._window_bytes = 0
@@ -74,6 +77,18 @@ class TransferSender:
         self._end_sent = False
         self._completed = False
         self._heard_at: float | None = None
+        for layer in self._layers:
+            self.advance(layer.group, layer.layer, plan.ready)
+
+    @property
+    def unacked_bytes(self) -> int:
+        """Payload bytes on their way on the open stream."""
+        return self._stream_bytes - self._stream_accepted if self._open else 0
+
+    @property
+    def window_bytes(self) -> int:
+        """What the shard lets be on its way on one stream."""
+        return self._window_bytes
 
     # --- what is known -------------------------------------------------------------------------
 
@@ -82,8 +97,10 @@ class TransferSender:
         found = self._by_name.get((group, layer))
         if found is not None:
             whole = tokens // self._block_size
-            blocks = self._all_blocks if tokens >= self.plan.tokens else whole
+            found.computed = found.computed or tokens >= self.plan.tokens
+            blocks = self._all_blocks if found.computed else whole
             found.ready = max(found.ready, self._place_of(blocks))
+            self._pass_over = all(layer.ready == found.ready for layer in self._layers)
 
     def opening(self, now: float) -> None:
         """A stream begins. Nothing is sent before the shard has answered."""
@@ -126,13 +143,13 @@ class TransferSender:
         """The slab to send now, counted as sent; None when there is nothing to send, or no room in
         the window."""
         unacked = self._stream_bytes - self._stream_accepted
-        if not self._open or self._end_sent or not (layers := self._sendable()):
+        if not self._open or self._end_sent or (at := self._sendable()) is None:
             return None
-        slab, size = self._slab(layers)
+        slab, size = self._slab(at)
         if unacked and unacked + size > self._window_bytes:
             return None
+        place = self._place_of(slab.block)
         for layer in self._layers_of(slab):
-            place = self._place_of(slab.block)
             layer.state[place : place + slab.blocks] = bytes([_SENT]) * slab.blocks
         if not unacked:
             self._heard_at = now
@@ -141,11 +158,12 @@ class TransferSender:
         return slab
 
     def end(self, now: float) -> tuple[int, int] | None:
-        """Chunks and payload bytes of this stream, once, when everything has been sent."""
+        """Chunks and payload bytes of this stream, once, when everything has been sent. Where D has
+        the last blocks already, the prompt is computed to its end all the same, for only then can
+        the first token follow at once."""
         if not self._open or self._end_sent:
             return None
-        total = self._places[-1]
-        if any(layer.ready < total or layer.seek() for layer in self._layers):
+        if any(not layer.computed or layer.seek() for layer in self._layers):
             return None
         self._end_sent = True
         self._heard_at = now
@@ -160,37 +178,39 @@ class TransferSender:
 
     # --- how -----------------------------------------------------------------------------------
 
-    def _sendable(self) -> list[_Layer]:
-        """The layers with something to send, in order; none while it is worth waiting for more of
-        this pass."""
-        layers = [layer for layer in self._layers if layer.seek()]
-        if not layers:
-            return []
-        pass_over = all(layer.ready == self._layers[0].ready for layer in self._layers)
-        ready_bytes = sum(
-            layer.state.count(_UNSENT, layer.first_unsent, layer.ready) * layer.block_bytes
-            for layer in layers
-        )
-        return layers if pass_over or ready_bytes >= self._chunk_bytes else []
+    def _sendable(self) -> int | None:
+        """The first layer with something to send, by its place in the plan; None while it is worth
+        waiting for more of this pass."""
+        at = next((i for i, layer in enumerate(self._layers) if layer.seek()), None)
+        if at is None or self._pass_over:
+            return at
+        ready_bytes = 0
+        for layer in self._layers[at:]:
+            if layer.seek():
+                unsent = layer.state.count(_UNSENT, layer.first_unsent, layer.ready)
+                ready_bytes += unsent * layer.block_bytes
+        return at if ready_bytes >= self._chunk_bytes else None
 
-    def _slab(self, layers: Sequence[_Layer]) -> tuple[Slab, int]:
-        """The next slab of `layers`, its first one with something to send in front, and its size
-        in bytes."""
-        first = layers[0]
+    def _slab(self, at: int) -> tuple[Slab, int]:
+        """The next slab, which begins with the layer at `at` in the plan, and its size in bytes."""
+        first = self._layers[at]
         # A window smaller than a chunk bounds the chunk; a block-layer is the least there is.
         limit = min(self._chunk_bytes, max(self._window_bytes, 1))
         place = first.first_unsent
         run_end = self._places[self._run_of(place) + 1]
         most = max(1, limit // first.block_bytes)
-        blocks = first.unsent(place, min(run_end, first.ready, place + most))
-        count = 1
-        for layer in layers[1:]:
-            fits = (count + 1) * blocks * first.block_bytes <= limit
-            follows = (layer.group, layer.layer) == (first.group, first.layer + count)
-            end = place + blocks
-            if not fits or not follows or layer.ready < end or layer.unsent(place, end) < blocks:
+        # All layers of a block lie together in memory, the same layer of two blocks does not: fewer
+        # and longer pieces are read at one end and written at the other. A block of which all
+        # layers are there is P's to free, too.
+        run = [first]
+        for layer in self._layers[at + 1 : at + most]:
+            follows = (layer.group, layer.layer) == (first.group, first.layer + len(run))
+            if not follows or layer.ready <= place or layer.state[place] != _UNSENT:
                 break
-            count += 1
+            run.append(layer)
+        count = len(run)
+        end = min(run_end, place + max(1, most // count))
+        blocks = min(layer.unsent(place, min(end, layer.ready)) for layer in run)
         slab = Slab(first.group, first.layer, count, self._block_at(place), blocks)
         return slab, count * blocks * first.block_bytes
 

@@ -15,6 +15,7 @@ from pd_grpc.engine.base import Engine
 from pd_grpc.engine.model_info import model_info
 from pd_grpc.prefill.admin import PrefillView
 from pd_grpc.prefill.bulk import BulkSender
+from pd_grpc.prefill.carriers import Carriers
 from pd_grpc.prefill.machine import PrefillMachine
 from pd_grpc.prefill.metrics import PrefillMetrics
 from pd_grpc.prefill.peer import DecodePeer, PeerFactory
@@ -33,8 +34,11 @@ from pd_grpc.protocol.refs import mint_epoch
 from pd_grpc.protocol.serving import ControlServer
 from pd_grpc.telemetry.instance_log import InstanceLog
 from pd_grpc.telemetry.instruments import Instruments
+from pd_grpc.telemetry.log_events import Event
 from pd_grpc.telemetry.tracing import Tracing
-from pd_grpc.transport.inline_sender import InlineTransport
+from pd_grpc.transport.base import SendSide
+from pd_grpc.transport.registry import build
+from pd_grpc.transport.registry import find as find_transports
 from pd_grpc.v1 import (
     admin_pb2_grpc,
     inference_pb2_grpc,
@@ -146,21 +150,36 @@ async def start_prefill(
     life = LifeLog(log)
     control.on_readiness = life.readiness
     pool = BlockPool(engine.memory.num_blocks)
-    machine = PrefillMachine(config, instance, model_limits(engine), pool, engine.tokenizer())
+    side = SendSide(
+        instance,
+        engine.layout,
+        engine.memory,
+        lambda endpoint: wire.aio_channel(
+            endpoint, config, config, compression=grpc.Compression.NoCompression
+        ),
+    )
+    transports = build(
+        find_transports(config.transports),
+        lambda kind: kind.send(side),
+        lambda kind, why: log.note(Event.TRANSPORT_UNUSABLE, f"no KV by {kind.name}: {why}"),
+    )
+    kinds = [kind for kind, _ in transports.values()]
+    carriers = Carriers(
+        tuple(kind.value for kind in kinds),
+        frozenset(kind.value for kind in kinds if kind.one_sided),
+    )
+    machine = PrefillMachine(
+        config, instance, model_limits(engine), pool, engine.tokenizer(), carriers
+    )
     tracing = Tracing(clock, instance.name, "prefill", tracer_provider, config.traces_kept)
     instruments = Instruments(instance.name, meter_provider)
     wire.connect(log, tracing, instruments)
     runtime = PrefillRuntime(
         machine, engine, config, clock, PrefillSpans(tracing), control.set_ready, log, peers
     )
-    transport = InlineTransport(
-        engine.memory,
-        lambda endpoint: wire.aio_channel(
-            endpoint, config, config, compression=grpc.Compression.NoCompression
-        ),
-    )
+    halves = {value: half for value, (_, half) in transports.items()}
     bulk = BulkSender(
-        engine.layout, transport, config.chunk_bytes, clock, runtime.feed_from_thread, log
+        engine.layout, halves, config.chunk_bytes, clock, runtime.feed_from_thread, log
     )
     bulk.start()
     runtime.connect(bulk)

@@ -22,7 +22,13 @@ from pd_grpc.prefill.notices import (
 from pd_grpc.protocol.config import SILENT_HEARTBEATS, Timeouts
 from pd_grpc.protocol.faults import Code, Fault, Reason, TransportFault, not_meant
 from pd_grpc.protocol.layout import KvLayout
-from pd_grpc.protocol.messages import INLINE, layout_from_proto, seconds, transport_name
+from pd_grpc.protocol.messages import (
+    INLINE,
+    layout_from_proto,
+    plain_transport,
+    seconds,
+    transport_name,
+)
 from pd_grpc.protocol.timers import Timers
 from pd_grpc.v1 import decode_pb2, types_pb2
 
@@ -102,6 +108,9 @@ class DecodeSession:
         self._next_link = next_link
         self._timeouts = timeouts
         self._users: set[object] = set()
+        self._offered: frozenset[int] = INLINE
+        self._failed: set[int] = set()
+        """Transports that did not get us to this process of D."""
         self._name = ""
         self._sequence = 0
         self._tries = 0
@@ -201,6 +210,15 @@ class DecodeSession:
             return self._failed_to_connect(why, now)
         return self._break(now)
 
+    def transport_failed(self, link: int, transport: int, now: float) -> list[Output] | None:
+        """What the welcome chose does not get us there: say hello again without it; None when it is
+        not the stream we talk on."""
+        if link != self.link or self.phase is not Phase.CONNECTING:
+            return None
+        self._failed.add(plain_transport(transport))
+        close = CloseSession(self.endpoint, link, graceful=False)
+        return [close, *self._connect(self._name, now)]
+
     def tick(self, now: float) -> list[Output]:
         """Do what is due."""
         out: list[Output] = []
@@ -257,7 +275,12 @@ class DecodeSession:
         self.link = self._next_link()
         self._name = name
         self._timers.set("connect", now + self._timeouts.connect_s)
-        return [OpenSession(self.endpoint, self.link, self._hello(name))]
+        hello = self._hello(name)
+        left = [t for t in hello.transports if plain_transport(t) not in self._failed]
+        del hello.transports[:]
+        hello.transports.extend(left)
+        self._offered = INLINE.union(left)
+        return [OpenSession(self.endpoint, self.link, hello)]
 
     def _welcomed(self, welcome: decode_pb2.Welcome, now: float) -> list[Output]:
         fault = self._objection(welcome)
@@ -267,6 +290,8 @@ class DecodeSession:
         if self.instance.epoch not in (0, welcome.instance.epoch):
             out.append(self._lost(f"decode instance {self._who} was restarted"))
             self.grants.clear()
+            # Another process has other memory.
+            self._failed.clear()
         self.phase = Phase.OPEN
         self.welcome = welcome
         self.draining = False
@@ -300,12 +325,13 @@ class DecodeSession:
                 f"{first.ours} here, {first.theirs} there",
                 {"field": first.field, "ours": first.ours, "theirs": first.theirs},
             )
-        if welcome.transport not in INLINE:
+        if welcome.transport not in INLINE and welcome.transport not in self._offered:
             name = transport_name(welcome.transport)
+            ours = ", ".join(transport_name(t) for t in sorted(self._offered) if t)
             return Fault(
                 Reason.LAYOUT_MISMATCH,
                 f"{self.endpoint} chose transport {name}, which was not offered",
-                {"field": "transport", "ours": "TRANSPORT_INLINE", "theirs": name},
+                {"field": "transport", "ours": ours, "theirs": name},
             )
         for feature in ("grant_needs_client", "first_token_by_decode"):
             if getattr(welcome, feature):

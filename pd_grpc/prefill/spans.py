@@ -14,6 +14,7 @@ from pd_grpc.prefill import actions as act
 from pd_grpc.prefill import events as ev
 from pd_grpc.prefill.states import PrefillState
 from pd_grpc.protocol.faults import Fault, TransportFault, code_and_reason
+from pd_grpc.protocol.messages import transport_label
 from pd_grpc.protocol.refs import TransferKey, key_of
 from pd_grpc.telemetry import names
 from pd_grpc.telemetry.steps import StepSpans
@@ -118,6 +119,9 @@ class PrefillSpans:
         """An Allocate was answered."""
         trace = self._traces.get(event.asked.key)
         if trace is not None:
+            if event.response is not None and event.response.cached_tokens and trace.allocate:
+                cached = event.response.cached_tokens
+                trace.allocate.set_attribute(names.ATTR_CACHED_TOKENS, cached)
             self._end(trace.allocate, at, event.fault)
 
     def step_began(self, run: act.RunStep, at: float) -> None:
@@ -146,6 +150,7 @@ class PrefillSpans:
             return []
         if trace.send is None:
             trace.send = self._start(trace, names.SPAN_SEND, at)
+        trace.send.set_attribute(names.ATTR_TRANSPORT, transport_label(opened.open.transport))
         trace.shards.add(opened.shard)
         return inject(self._tracing.context(trace.send))
 

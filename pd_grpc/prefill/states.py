@@ -10,6 +10,7 @@ from functools import cached_property
 from pd_grpc.blocks.pool import Holding
 from pd_grpc.engine.base import Sampled
 from pd_grpc.engine.stopping import Finish
+from pd_grpc.protocol.block_hashes import BlockChain
 from pd_grpc.protocol.faults import Fault
 from pd_grpc.protocol.messages import prompt_digest
 from pd_grpc.protocol.refs import TransferKey
@@ -74,6 +75,8 @@ class Grant:
     """Runs of logical blocks, (start, count), ascending."""
     shards: tuple[layout_pb2.Shard, ...]
     transport: layout_pb2.Transport
+    cached_tokens: int = 0
+    """Tokens that D says it has the KV of."""
 
 
 class Stream(enum.Enum):
@@ -122,6 +125,8 @@ class PrefillRecord:
     sampling: Sampling
     tokens: tuple[int, ...]
     """Prompt and generated tokens: what is computed and sent."""
+    chain: BlockChain
+    """Names the blocks of `tokens`."""
     deadline: float
     times: Times
     state: PrefillState = PrefillState.QUEUED
@@ -136,11 +141,17 @@ class PrefillRecord:
     asked_epoch: int = 0
     """Epoch of the D that the last Allocate meant."""
     grant: Grant | None = None
+    transport: int = 0
+    """By which its KV goes, once a stream was opened; unspecified before, and for inline."""
     holding: Holding | None = None
     in_step: bool = False
     """Whether the engine's present step writes into its blocks."""
     computed: int = 0
-    """Tokens computed so far."""
+    """Tokens whose KV is in its blocks: computed, or found there."""
+    cached_tokens: int = 0
+    """Of those, the ones that were found in P's own prefix cache."""
+    kept_blocks: int = 0
+    """Blocks from the front that the prefix cache knows, or equal to some that it knows."""
     streams: dict[int, Stream] = field(default_factory=dict)
     acked_bytes: dict[int, int] = field(default_factory=dict)
     """By shard."""
@@ -158,6 +169,8 @@ class PrefillRecord:
     first_token_until: float | None = None
     """When D is given up, once a SendFirstToken was lost in this session."""
     first_token_delivered: bool = False
+    stop_told: bool = False
+    """Whether D has been told, or need not be, that nothing more is written to its blocks."""
     fault: Fault | None = None
 
     @property

@@ -10,6 +10,7 @@ from pd_grpc.protocol.faults import Fault, Reason, bad_request, not_meant
 from pd_grpc.protocol.layout import KvLayout
 from pd_grpc.protocol.messages import (
     sampling_from_proto,
+    scope_errors,
     token_errors,
     unbuilt_sampling,
     unbuilt_scope,
@@ -53,6 +54,7 @@ def check_prefill(
         *sampling_errors(sampling),
         *_answer_errors(request, sampling),
         *_decode_errors(request),
+        *scope_errors(request.scope),
     ]
     if wrong:
         raise bad_request(wrong)

@@ -93,6 +93,7 @@ def handed_off(record: PrefillRecord) -> prefill_pb2.HandedOff:
     usage = types_pb2.Usage(
         prompt_tokens=len(record.request.token_ids),
         completion_tokens=len(record.request.generated_token_ids) + 1,
+        cached_tokens=min(record.cached_tokens, len(record.request.token_ids)),
     )
     return prefill_pb2.HandedOff(
         decode=record.grant.decode, usage=usage, timings=timings_of(record.times)

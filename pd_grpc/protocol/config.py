@@ -6,6 +6,7 @@ The classes are plain data. Reading flags, `PD_*` environment variables and a TO
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from typing import Annotated, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
@@ -22,10 +23,24 @@ def _endpoint_or_empty(value: str) -> str:
     return check_endpoint(value) if value else value
 
 
+def _module_name(value: str) -> str:
+    if not value or not all(part.isidentifier() for part in value.split(".")):
+        raise ValueError("must be a transport's name or a module's")
+    module = value if "." in value else f"pd_grpc.transport.{value}"
+    try:
+        found = find_spec(module) is not None
+    except ModuleNotFoundError:
+        found = False
+    if not found:
+        raise ValueError(f"there is no transport {value}")
+    return value
+
+
 def _listen_or_empty(value: str) -> str:
     return check_endpoint(value, lowest_port=0) if value else value
 
 
+TransportName = Annotated[str, AfterValidator(_module_name)]
 Endpoint = Annotated[str, AfterValidator(check_endpoint)]
 EndpointOrEmpty = Annotated[str, AfterValidator(_endpoint_or_empty)]
 ListenOrEmpty = Annotated[str, AfterValidator(_listen_or_empty)]
@@ -92,9 +107,17 @@ class Sizes(_Section):
     max_message_bytes: int = Field(
         16 * MIB, ge=MIB, description="largest control message (a prompt of a million tokens)"
     )
+    # Of 512 KiB, 1 and 2 MiB (the legs of `pd-grpc bench kv` at 256 MiB, two busy cores): CPU of
+    # sender and receiver together 1.7, 1.5 and 1.4 s a GiB; memory of the pair beyond its pools 45,
+    # 50 and 88 MiB, of which 64 are allowed.
     chunk_bytes: int = Field(MIB, ge=4096, description="payload of a KV chunk, about")
+    # 2, 4 and 8 MiB give the same rate over loopback; the largest serves longer links, and costs
+    # no more memory, as all streams of a pair keep to one window together.
     send_window_bytes: int = Field(
-        8 * MIB, ge=4096, description="KV bytes a shard lets a sender have unacknowledged"
+        8 * MIB,
+        ge=4096,
+        description="KV bytes a shard lets a sender have unacknowledged, on a stream and, as P"
+        " keeps to it, on all streams to that shard together",
     )
     allocate_queue: int = Field(1024, ge=1, description="Allocates that may wait for blocks on D")
     client_legs: int = Field(
@@ -127,6 +150,13 @@ class EngineConfig(_Section):
     max_model_len: int = Field(
         0, ge=0, description="prompt plus output, tokens; 0 is the model's own limit"
     )
+    prefix_cache: float = Field(
+        1.0,
+        ge=0,
+        le=1,
+        description="share of the pool that may keep KV of nobody's for prompts that begin alike;"
+        " it makes room whenever blocks are needed. 0 keeps nothing",
+    )
     max_batch: int = Field(32, ge=1, description="requests decoded together")
     prefill_batch: int = Field(8, ge=1, description="requests prefilled together")
     chunk_tokens: int = Field(
@@ -139,6 +169,11 @@ class EngineConfig(_Section):
     sim_layers: int = Field(4, ge=1, description="sim: layers")
     sim_heads: int = Field(2, ge=1, description="sim: heads")
     sim_head_dim: int = Field(8, ge=8, description="sim: bytes per head")
+
+    @property
+    def shares_pool(self) -> bool:
+        """Whether the pool must lie in memory that other processes may map."""
+        return False
 
 
 class TurnConfig(_Section):
@@ -187,12 +222,35 @@ class ServerConfig(Timeouts, Sizes, TelemetryConfig):
     )
 
 
-class PrefillConfig(ServerConfig, EngineConfig, TurnConfig):
+class TransportConfig(_Section):
+    """How KV goes from P to D."""
+
+    transports: tuple[TransportName, ...] = Field(
+        ("shm", "inline"),
+        description="ways for KV to move, best first: D takes the first of its own that P has too"
+        " and that gets P there; inline is always there as the last. shm is for P and D on one"
+        " host. A name with a dot is a Python module",
+    )
+
+
+class PrefillConfig(ServerConfig, EngineConfig, TurnConfig, TransportConfig):
     """`pd-grpc serve prefill`."""
 
 
-class DecodeConfig(ServerConfig, EngineConfig, TurnConfig):
+class DecodeConfig(ServerConfig, EngineConfig, TurnConfig, TransportConfig):
     """`pd-grpc serve decode`."""
+
+    audit_every: int = Field(
+        64,
+        ge=0,
+        description="one in so many transfers by which P writes into D's memory has its bytes"
+        " checked there; 1 checks all, 0 none. inline checks every chunk",
+    )
+
+    @property
+    def shares_pool(self) -> bool:
+        """See `EngineConfig.shares_pool`: a P may be going to write to it."""
+        return any(name != "inline" for name in self.transports)
 
     bulk_port: int = Field(
         0, ge=0, le=65535, description="port of the TransferService shard; 0 takes a free one"

@@ -6,9 +6,11 @@ import hashlib
 import sys
 from array import array
 from collections.abc import Sequence
+from typing import cast
 
 from google.protobuf.duration_pb2 import Duration
 
+from pd_grpc.protocol.block_hashes import SALT_BYTES
 from pd_grpc.protocol.layout import CANONICAL, GroupKind, KvGroup, KvLayout, Plane, PlaneKind
 from pd_grpc.protocol.sampling import FieldError, Sampling
 from pd_grpc.v1 import layout_pb2, sampling_pb2
@@ -21,7 +23,7 @@ MAX_TOKENS_PER_MESSAGE = 4096
 4 MiB."""
 
 INLINE = frozenset({layout_pb2.TRANSPORT_UNSPECIFIED, layout_pb2.TRANSPORT_INLINE})
-"""The values that mean KV within the chunks, the one transport that is built."""
+"""The values that mean KV within the chunks."""
 
 _BUILT_DIRECTIONS = (sampling_pb2.DIRECTION_UNSPECIFIED, sampling_pb2.DIRECTION_PUSH)
 
@@ -92,7 +94,6 @@ def unbuilt_scope(p: sampling_pb2.RequestScope) -> str | None:
     used = {
         "model": bool(p.model),
         "adapter": bool(p.adapter),
-        "cache_salt": bool(p.cache_salt),
         "media_hashes": len(p.media_hashes) > 0,
         "tenant": bool(p.tenant),
         "priority": p.priority != 0,
@@ -102,6 +103,13 @@ def unbuilt_scope(p: sampling_pb2.RequestScope) -> str | None:
         "direction": p.direction not in _BUILT_DIRECTIONS,
     }
     return next((f"scope.{name}" for name, on in used.items() if on), None)
+
+
+def scope_errors(p: sampling_pb2.RequestScope) -> list[FieldError]:
+    """What is wrong with the request fields that are built."""
+    if len(p.cache_salt) <= SALT_BYTES:
+        return []
+    return [FieldError("scope.cache_salt", f"must have at most {SALT_BYTES} bytes")]
 
 
 def layout_to_proto(layout: KvLayout) -> layout_pb2.KvLayout:
@@ -154,11 +162,23 @@ def _group_from_proto(g: int, p: layout_pb2.KvGroup) -> KvGroup:
         raise ValueError(f"groups[{g}]: {error}") from None
 
 
-def transport_name(transport: layout_pb2.Transport) -> str:
+def plain_transport(transport: int) -> layout_pb2.Transport:
+    """With the default filled in."""
+    # The generated code has no type of its own for the values when it runs.
+    return cast("layout_pb2.Transport", transport or layout_pb2.TRANSPORT_INLINE)
+
+
+def transport_name(transport: int) -> str:
     """For people; one that this version does not know by its number."""
     if transport in layout_pb2.Transport.values():
-        return layout_pb2.Transport.Name(transport)
+        return layout_pb2.Transport.Name(cast("layout_pb2.Transport", transport))
     return str(transport)
+
+
+def transport_label(transport: int) -> str:
+    """As spans and metrics have it, such as `shm`; one that is not the protocol's own by its
+    number."""
+    return transport_name(plain_transport(transport)).removeprefix("TRANSPORT_").lower()
 
 
 def prompt_digest(token_ids: Sequence[int]) -> bytes:

@@ -38,9 +38,9 @@ def build_request(
     token_ids: Sequence[int] | None,
     options: Mapping[str, Any],
 ) -> inference_pb2.GenerateRequest:
-    """A request with exactly one prompt; `options` are fields of `SamplingParams`, `request_id` and
-    `generated_token_ids`. RequestError for what the wire cannot carry (a negative seed, a fraction
-    of a token); the rest is the server's to judge."""
+    """A request with exactly one prompt; `options` are fields of `SamplingParams`, `request_id`,
+    `generated_token_ids` and `cache_salt`. RequestError for what the wire cannot carry (a negative
+    seed, a fraction of a token); the rest is the server's to judge."""
     if sum(prompt is not None for prompt in (text, messages, token_ids)) != 1:
         raise RequestError("text", "give exactly one of text, messages and token_ids")
     named: dict[str, Any] = dict(options)
@@ -48,6 +48,8 @@ def build_request(
     for name in ("request_id", "generated_token_ids"):
         if name in named:
             _set(request, name, named.pop(name))
+    if "cache_salt" in named:
+        _set(request.scope, "cache_salt", named.pop("cache_salt"))
     if text is not None:
         _set(request, "text", text)
     elif messages is not None:
@@ -67,7 +69,7 @@ def build_request(
 def _set(message: Any, name: str, value: Any) -> None:
     """Set a field by its name, or extend it with a sequence. RequestError when it cannot be."""
     with _named(name, _bounds(message, name, value)):
-        if isinstance(value, Sequence) and not isinstance(value, str):
+        if isinstance(value, Sequence) and not isinstance(value, str | bytes):
             getattr(message, name).extend(value)
         else:
             setattr(message, name, value)

@@ -12,6 +12,7 @@ from pd_grpc.engine.base import Tokenizer
 from pd_grpc.protocol.faults import Fault, Reason, bad_request
 from pd_grpc.protocol.messages import (
     sampling_from_proto,
+    scope_errors,
     token_errors,
     unbuilt_sampling,
     unbuilt_scope,
@@ -39,13 +40,15 @@ class Limits:
 
 @dataclass(frozen=True)
 class RoutableRequest:
-    """A request as both legs carry it. `params` is `sampling` as sent, seed and max_tokens set."""
+    """A request as both legs carry it. `params` is `sampling` as sent, seed and max_tokens set;
+    `scope` is None where the client sent none."""
 
     request_id: str
     token_ids: list[int]
     generated: list[int]
     sampling: Sampling
     params: sampling_pb2.SamplingParams
+    scope: sampling_pb2.RequestScope | None = None
 
     @property
     def prompt_tokens(self) -> int:
@@ -67,7 +70,7 @@ def check_shape(request: inference_pb2.GenerateRequest) -> str:
     if unbuilt is not None:
         text = f"{unbuilt} is reserved and not built"
         raise Fault(Reason.FEATURE, text, {"feature": unbuilt})
-    errors = name_errors(request.request_id, "request_id")
+    errors = name_errors(request.request_id, "request_id") + scope_errors(request.scope)
     if request.HasField("handoff"):
         errors.append(FieldError("handoff", "must not be set; the router makes it"))
     kind: str | None = request.WhichOneof("prompt")
@@ -171,7 +174,8 @@ def fit(
         sampling = sampling_from_proto(params)
     if wrong := sampling_errors(sampling):
         raise bad_request(wrong)
-    return RoutableRequest(request_id, list(token_ids), generated, sampling, params)
+    scope = request.scope if request.HasField("scope") else None
+    return RoutableRequest(request_id, list(token_ids), generated, sampling, params, scope)
 
 
 def _too_large(prompt: int, output: int, total: int) -> Fault:

@@ -136,6 +136,7 @@ class AttemptLegs:
             sampling=request.params,
             decodes=[prefill_pb2.DecodeTarget(name=d.name, endpoint=d.endpoint) for d in decodes],
             prefill_name=target.name,
+            scope=request.scope,
         )
         self._prefill_call = view.prefill.Prefill(
             message, timeout=self._left(), metadata=self._metadata
@@ -152,6 +153,7 @@ class AttemptLegs:
             token_ids=inference_pb2.TokenIds(ids=request.token_ids),
             sampling=request.params,
             generated_token_ids=self._generated,
+            scope=request.scope,
         )
         prefill = self.machine.pairing.prefill
         if prefill is not None:

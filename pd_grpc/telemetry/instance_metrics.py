@@ -101,7 +101,7 @@ class MachineMetrics(InstanceMetrics, Generic[Key]):
         self._now = now
         self._since: dict[Key, float] = {}
         self._spent: dict[Key, dict[str, float]] = {}
-        self._moving_since: dict[Key, float] = {}
+        self._moving: dict[Key, tuple[float, str]] = {}
         self._bytes = instruments.counter(names.METRIC_TRANSFER_BYTES)
         self._transfers = instruments.histogram(names.METRIC_TRANSFER_DURATION)
         self._expired = instruments.counter(names.METRIC_LEASE_EXPIRED)
@@ -117,6 +117,12 @@ class MachineMetrics(InstanceMetrics, Generic[Key]):
                 for state, number in blocks().items()
             ],
         )
+
+    def watch_prefix_cache(self, asked: Callable[[], int], found: Callable[[], int]) -> None:
+        """Tokens that were looked up since the start, and those of them that were there."""
+        watch, role = self._instruments.watched_counter, self._role
+        watch(names.METRIC_PREFIX_LOOKUP_TOKENS, lambda: [(asked(), role)])
+        watch(names.METRIC_PREFIX_HIT_TOKENS, lambda: [(found(), role)])
 
     def watch_queue(self, tokens: Callable[[], int]) -> None:
         """Prompt tokens of requests that wait."""
@@ -144,20 +150,21 @@ class MachineMetrics(InstanceMetrics, Generic[Key]):
         """Whether the request has come and is not over."""
         return key in self._since
 
-    def transfer_begins(self, key: Key) -> None:
-        """The KV of a request is on its way."""
-        self._moving_since[key] = self._now()
+    def transfer_begins(self, key: Key, transport: str) -> None:
+        """The KV of a request is on its way, by a transport's name."""
+        self._moving[key] = self._now(), transport
 
     def transfer_ends(self, key: Key, fault: Failure | None) -> None:
         """All of its KV is there or never will be; nothing if it was not on its way."""
-        since = self._moving_since.pop(key, None)
-        if since is not None:
-            about = {**self._role, names.ATTR_OUTCOME: outcome_of(fault)}
-            self._transfers.record(self._now() - since, about)
+        moving = self._moving.pop(key, None)
+        if moving is not None:
+            since, transport = moving
+            how = {names.ATTR_OUTCOME: outcome_of(fault), names.ATTR_METRIC_TRANSPORT: transport}
+            self._transfers.record(self._now() - since, {**self._role, **how})
 
-    def verified(self, payload_bytes: int) -> None:
-        """So many more bytes have been verified."""
-        self._bytes.add(payload_bytes, self._role)
+    def verified(self, payload_bytes: int, transport: str) -> None:
+        """So many more bytes have been verified that came by a transport of this name."""
+        self._bytes.add(payload_bytes, {**self._role, names.ATTR_METRIC_TRANSPORT: transport})
 
     def lease_expired(self) -> None:
         """A lease was not renewed."""

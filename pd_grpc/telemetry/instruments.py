@@ -46,7 +46,7 @@ _RPC = (
     names.ATTR_ERROR_TYPE,
 )
 _OUTCOME, _REASON, _DECODE = names.ATTR_OUTCOME, names.ATTR_METRIC_REASON, names.ATTR_METRIC_DECODE
-_ROLE = names.ATTR_METRIC_ROLE
+_ROLE, _TRANSPORT = names.ATTR_METRIC_ROLE, names.ATTR_METRIC_TRANSPORT
 _GEN_AI = (names.ATTR_GEN_AI_OPERATION, names.ATTR_GEN_AI_PROVIDER, names.ATTR_GEN_AI_MODEL)
 
 CATALOG: Mapping[str, Instrument] = {
@@ -66,16 +66,29 @@ CATALOG: Mapping[str, Instrument] = {
             (_ROLE, names.ATTR_METRIC_STATE),
         ),
         Instrument(
+            names.METRIC_PREFIX_LOOKUP_TOKENS,
+            "{token}",
+            "tokens of whole blocks that were looked up in the prefix cache, once for each grant on"
+            " D and each request that P computes",
+            (_ROLE,),
+        ),
+        Instrument(
+            names.METRIC_PREFIX_HIT_TOKENS,
+            "{token}",
+            "of those, the ones whose KV was there: on D not to be sent, on P not to be computed",
+            (_ROLE,),
+        ),
+        Instrument(
             names.METRIC_TRANSFER_BYTES,
             "By",
-            "payload of KV that D has verified",
-            (_ROLE,),
+            "KV that D has verified",
+            (_ROLE, _TRANSPORT),
         ),
         Instrument(
             names.METRIC_TRANSFER_DURATION,
             "s",
             "from the first KV chunk of a request, on P from the start of its compute, to its last",
-            (_ROLE, _OUTCOME),
+            (_ROLE, _OUTCOME, _TRANSPORT),
             SECONDS,
         ),
         Instrument(

@@ -44,6 +44,14 @@ class Event(enum.Enum):
         "a session broke, was refused, or was silent; on D once more when P's transfers end by it",
     )
     SESSION_ENDED = Line(_INFO, _D, "P said goodbye")
+    TRANSPORT_UNUSABLE = Line(
+        _INFO, "prefill, decode", "a transport of the settings cannot be used here, and why"
+    )
+    TRANSPORT_FAILED = Line(
+        _INFO,
+        _P,
+        "what a D has chosen does not get KV there, as between two hosts; P offers it no more",
+    )
     BREAKER_OPENED = Line(_WARNING, _P, "a D is asked no more until a probe of it is answered")
     BREAKER_CLOSED = Line(_INFO, _P, "that D is asked again")
     REQUEST_FAILED = Line(

@@ -66,6 +66,8 @@ ATTR_OUTPUT_TOKENS: Final = "pd.output_tokens"
 ATTR_PROMPT_TOKENS: Final = "pd.prompt_tokens"
 ATTR_GENERATED_TOKENS: Final = "pd.generated_tokens"
 ATTR_TOKENS: Final = "pd.tokens"
+# Of `pd.allocate`: leading tokens of the prompt whose KV D had.
+ATTR_CACHED_TOKENS: Final = "pd.cached_tokens"
 ATTR_BATCH: Final = "pd.batch"
 ATTR_LAYER_START: Final = "pd.layer_start"
 ATTR_LAYER_COUNT: Final = "pd.layer_count"
@@ -73,6 +75,7 @@ ATTR_BLOCK_START: Final = "pd.block_start"
 ATTR_BLOCK_COUNT: Final = "pd.block_count"
 # Of `pd.send`: from the end of compute to the last acknowledgement, in seconds.
 ATTR_EXPOSED_S: Final = "pd.exposed_s"
+ATTR_TRANSPORT: Final = "pd.transport"
 
 # P's prepare pool; the first three by D.
 METRIC_PREPARE_IN_FLIGHT: Final = "pd.prepare.in_flight"
@@ -99,6 +102,8 @@ METRIC_REFUSALS: Final = "pd.refusals"
 METRIC_LEASE_EXPIRED: Final = "pd.lease.expired"
 METRIC_LATE_EVENTS: Final = "pd.late_events"
 METRIC_QUEUE_TOKENS: Final = "pd.queue.tokens"
+METRIC_PREFIX_LOOKUP_TOKENS: Final = "pd.prefix_cache.lookup_tokens"
+METRIC_PREFIX_HIT_TOKENS: Final = "pd.prefix_cache.hit_tokens"
 METRIC_TRANSFER_BYTES: Final = "pd.transfer.bytes"
 METRIC_TRANSFER_DURATION: Final = "pd.transfer.duration"
 # P.
@@ -122,6 +127,7 @@ ATTR_GEN_AI_MODEL: Final = "gen_ai.request.model"
 # Labels of metrics.
 ATTR_METRIC_STAGE: Final = "stage"
 ATTR_METRIC_ROLE: Final = "role"
+ATTR_METRIC_TRANSPORT: Final = "transport"
 ATTR_METRIC_STATE: Final = "state"
 ATTR_METRIC_SIDE: Final = "side"
 ATTR_METRIC_DECISION: Final = "decision"

@@ -2,7 +2,14 @@
 
 The policy (what is ready, what D wants, how much may be in flight) is P's sender's and D's
 receiver's and knows no transport; a transport moves the slabs it is told to and says what has
-become of them. A new one is one module for P and one for D.
+become of them. A new one is one module or package, whose `TRANSPORT` names both halves; it is found
+by its name (`registry`), and nothing else changes.
+
+What D offers goes into the metadata of its shard (`ReceiveTransport.metadata`), and P says whether
+that gets it there (`SendTransport.reach`) before it asks for blocks. What D grants goes into the
+answer to a stream's open (`target`). Each chunk that comes is taken in by `land`. A one-sided
+transport also tells D which processes can write to its memory (`start`): while one can, the blocks
+of its ended transfers are not granted again, unless it says that it has stopped.
 
 On P it goes in this order: `open`, then `opened` is heard, any number of `write`s with `acked`
 heard between them, `end`, and `completed` is heard; or `broken`, once, at any time. `close` may
@@ -14,12 +21,17 @@ writing.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
+from pd_grpc.engine.base import KvMemory
 from pd_grpc.protocol.faults import Fault, TransportFault
-from pd_grpc.v1 import transfer_pb2
+from pd_grpc.protocol.layout import KvLayout
+from pd_grpc.v1 import layout_pb2, transfer_pb2, types_pb2
+
+if TYPE_CHECKING:  # the machines know slabs and plans, and no gRPC
+    import grpc.aio
 
 
 class Slab(NamedTuple):
@@ -46,13 +58,15 @@ class SendPlan:
     """What one shard of D is to get from one request.
 
     `tokens` are computed in all, `block_table` lists P's physical blocks in logical order, `wanted`
-    the runs of logical blocks (start, count) that D lacks, `layers` the layers the shard holds.
+    the runs of logical blocks (start, count) that D lacks, `layers` the layers the shard holds. The
+    KV of the first `ready` tokens is in P's memory from the beginning.
     """
 
     tokens: int
     block_table: tuple[int, ...]
     wanted: tuple[tuple[int, int], ...]
     layers: tuple[LayerRun, ...]
+    ready: int = 0
 
 
 class StreamListener(Protocol):
@@ -109,10 +123,94 @@ class SendTransport(ABC):
     ) -> SendStream:
         """Begin a stream to the shard at `endpoint`; at once, what follows is heard."""
 
+    async def reach(  # noqa: B027 - what goes wherever gRPC goes has nothing to prove
+        self, shards: Sequence[layout_pb2.Shard], decode: types_pb2.Instance
+    ) -> None:
+        """Get ready to write to these shards of `decode`. Unreachable when that cannot be."""
+
     @abstractmethod
     def forget(self, endpoint: str) -> None:
-        """Nothing more goes to `endpoint`: give back what reaching it took."""
+        """Nothing more goes to `endpoint`: give back what reaching it took, once no stream to it is
+        open any more."""
 
     @abstractmethod
     async def stop(self) -> None:
         """Give everything back; no stream is open any more."""
+
+
+WriterNews = Callable[[str, int, bool], None]
+"""Hears that the process (name, epoch) can write to D's memory, or that it cannot any more: True,
+False."""
+
+
+class ReceiveTransport(ABC):
+    """D's half of one way to move KV, for one shard. All of it is used on the shard's own loop."""
+
+    @abstractmethod
+    def land(
+        self,
+        chunk: transfer_pb2.KvChunk,
+        payload: memoryview,
+        blocks: Sequence[int],
+        fresh: bool,
+        audited: bool,
+    ) -> None:
+        """Take in a chunk for physical `blocks` of the pool, whose ranges and size are right:
+        verify it, and if it is `fresh` see to it that its bytes are in place. Not fresh means that
+        they are already, and must not be written again. Fault when it is wrong, and then the pool
+        is as it was."""
+
+    def metadata(self) -> bytes:
+        """What P needs to reach this shard; empty for none."""
+        return b""
+
+    def target(
+        self, runs: Sequence[tuple[int, Sequence[int]]]
+    ) -> layout_pb2.MemoryDescriptor | None:
+        """Where the sender of a grant is to write: for each run of logical blocks its first one and
+        the physical ones. None when D does the writing."""
+        return None
+
+    async def start(self, news: WriterNews) -> None:  # noqa: B027 - inline has nothing to start
+        """Begin to take writers in."""
+
+    async def stop(self) -> None:  # noqa: B027 - as `start`
+        """Give everything back."""
+
+
+class Unreachable(Exception):
+    """This transport does not get P to that D; the message says why."""
+
+
+class NotUsable(Exception):
+    """This transport cannot be used here at all; the message says why."""
+
+
+@dataclass(frozen=True)
+class SendSide:
+    """What P's half of a transport may build on."""
+
+    instance: types_pb2.Instance
+    layout: KvLayout
+    memory: KvMemory
+    make_channel: Callable[[str], grpc.aio.Channel]
+
+
+@dataclass(frozen=True)
+class ReceiveSide:
+    """What D's half of a transport may build on."""
+
+    layout: KvLayout
+    memory: KvMemory
+
+
+@dataclass(frozen=True)
+class TransportKind:
+    """One way to move KV: its name in settings, spans and metrics, its value on the wire, whether P
+    writes into D's memory itself, and its halves, either of which may raise NotUsable."""
+
+    name: str
+    value: int
+    one_sided: bool
+    send: Callable[[SendSide], SendTransport]
+    receive: Callable[[ReceiveSide], ReceiveTransport]

@@ -40,11 +40,12 @@ class DecodeServiceStub(object):
     brings the transfer to EXPIRED: client and P hear LEASE_EXPIRED, and the blocks go back. No
     transfer outlives its budget before hand-off: STAGE_DEADLINE.
 
-    Both legs mean one request. D compares prompt length, digest, sampling (with defaults filled in)
-    and max_new_tokens of Allocate with those of Generate, whichever comes later; a difference fails
-    both with HANDOFF_MISMATCH, which names the part. Either leg may come first. A client leg that
-    ends before hand-off ends the transfer with CLIENT_GONE, and P is told: by the answer to an
-    Allocate that waits, otherwise by transfer_ended.
+    Both legs mean one request. D compares prompt length, digest, sampling (with defaults filled in),
+    max_new_tokens, cache_salt and block_hashes of Allocate with those of Generate, whichever comes
+    later; a difference fails both with HANDOFF_MISMATCH, which names the part. Of Generate the
+    block_hashes are those that its tokens have; a D that makes no use of them does not compare them.
+    Either leg may come first. A client leg that ends before hand-off ends the transfer with
+    CLIENT_GONE, and P is told: by the answer to an Allocate that waits, otherwise by transfer_ended.
 
     Hand-off is the moment D holds both the verified KV and the first token, whichever comes last.
     After hand-off P's lease, session, epoch and Release no longer touch the transfer; the client's
@@ -108,11 +109,12 @@ class DecodeServiceServicer(object):
     brings the transfer to EXPIRED: client and P hear LEASE_EXPIRED, and the blocks go back. No
     transfer outlives its budget before hand-off: STAGE_DEADLINE.
 
-    Both legs mean one request. D compares prompt length, digest, sampling (with defaults filled in)
-    and max_new_tokens of Allocate with those of Generate, whichever comes later; a difference fails
-    both with HANDOFF_MISMATCH, which names the part. Either leg may come first. A client leg that
-    ends before hand-off ends the transfer with CLIENT_GONE, and P is told: by the answer to an
-    Allocate that waits, otherwise by transfer_ended.
+    Both legs mean one request. D compares prompt length, digest, sampling (with defaults filled in),
+    max_new_tokens, cache_salt and block_hashes of Allocate with those of Generate, whichever comes
+    later; a difference fails both with HANDOFF_MISMATCH, which names the part. Of Generate the
+    block_hashes are those that its tokens have; a D that makes no use of them does not compare them.
+    Either leg may come first. A client leg that ends before hand-off ends the transfer with
+    CLIENT_GONE, and P is told: by the answer to an Allocate that waits, otherwise by transfer_ended.
 
     Hand-off is the moment D holds both the verified KV and the first token, whichever comes last.
     After hand-off P's lease, session, epoch and Release no longer touch the transfer; the client's
@@ -256,11 +258,12 @@ class DecodeService(object):
     brings the transfer to EXPIRED: client and P hear LEASE_EXPIRED, and the blocks go back. No
     transfer outlives its budget before hand-off: STAGE_DEADLINE.
 
-    Both legs mean one request. D compares prompt length, digest, sampling (with defaults filled in)
-    and max_new_tokens of Allocate with those of Generate, whichever comes later; a difference fails
-    both with HANDOFF_MISMATCH, which names the part. Either leg may come first. A client leg that
-    ends before hand-off ends the transfer with CLIENT_GONE, and P is told: by the answer to an
-    Allocate that waits, otherwise by transfer_ended.
+    Both legs mean one request. D compares prompt length, digest, sampling (with defaults filled in),
+    max_new_tokens, cache_salt and block_hashes of Allocate with those of Generate, whichever comes
+    later; a difference fails both with HANDOFF_MISMATCH, which names the part. Of Generate the
+    block_hashes are those that its tokens have; a D that makes no use of them does not compare them.
+    Either leg may come first. A client leg that ends before hand-off ends the transfer with
+    CLIENT_GONE, and P is told: by the answer to an Allocate that waits, otherwise by transfer_ended.
 
     Hand-off is the moment D holds both the verified KV and the first token, whichever comes last.
     After hand-off P's lease, session, epoch and Release no longer touch the transfer; the client's

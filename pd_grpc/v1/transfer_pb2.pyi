@@ -87,12 +87,16 @@ class KvRange(_message.Message):
     def __init__(self, group: _Optional[int] = ..., layer_start: _Optional[int] = ..., layer_count: _Optional[int] = ..., block_start: _Optional[int] = ..., block_count: _Optional[int] = ...) -> None: ...
 
 class TransferOpened(_message.Message):
-    __slots__ = ("verified", "window_bytes")
+    __slots__ = ("verified", "window_bytes", "target", "audit")
     VERIFIED_FIELD_NUMBER: _ClassVar[int]
     WINDOW_BYTES_FIELD_NUMBER: _ClassVar[int]
+    TARGET_FIELD_NUMBER: _ClassVar[int]
+    AUDIT_FIELD_NUMBER: _ClassVar[int]
     verified: _containers.RepeatedCompositeFieldContainer[KvRange]
     window_bytes: int
-    def __init__(self, verified: _Optional[_Iterable[_Union[KvRange, _Mapping]]] = ..., window_bytes: _Optional[int] = ...) -> None: ...
+    target: _layout_pb2.MemoryDescriptor
+    audit: bool
+    def __init__(self, verified: _Optional[_Iterable[_Union[KvRange, _Mapping]]] = ..., window_bytes: _Optional[int] = ..., target: _Optional[_Union[_layout_pb2.MemoryDescriptor, _Mapping]] = ..., audit: bool = ...) -> None: ...
 
 class TransferAck(_message.Message):
     __slots__ = ("ranges", "accepted_bytes")

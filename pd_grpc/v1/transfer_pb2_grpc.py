@@ -60,7 +60,8 @@ class TransferServiceServicer(object):
 
         An accepted chunk renews the grant. An identical range again is acknowledged, not refused; what
         is verified already is not written a second time, and a chunk that brings nothing new renews
-        nothing.
+        nothing. BAD_REQUEST, and the transfer fails, for a range that overlaps one sent before on the
+        same stream without being equal to it.
 
         Refused at open, which leaves the transfer as it is: INVALID_ARGUMENT with BAD_REQUEST when it
         is malformed; FAILED_PRECONDITION with NO_SESSION when session_id is unknown or long superseded
@@ -76,6 +77,15 @@ class TransferServiceServicer(object):
         before every wanted range has; UNIMPLEMENTED with FEATURE for a descriptor in place of bytes;
         FAILED_PRECONDITION with WRONG_STATE for a second open. The client hears BAD_REQUEST as
         INTERNAL, for it is P's.
+
+        One-sided transports. A grant that names another transport than INLINE takes streams by that
+        one too, and no other. With it P writes into D's memory itself, where opened.target says, and
+        only there, and then sends the chunk that names the range: with a descriptor and without a
+        payload, whose size by its ranges counts in windows and sums. P sends such a chunk after the
+        bytes are in place, and D's ack of it means that the range is counted as written. BAD_REQUEST
+        for a payload, for no descriptor, and for one that is not the grant's. A stream of the same
+        grant may always use INLINE instead. Blocks that P may still be writing to are not granted
+        again: see ReleaseRequest.writes_stopped.
 
         ABORTED with SUPERSEDED ends a stream whose grant a newer stream has taken over, and it alone.
         A grant that ends closes its stream with the transfer's own end, such as RELEASED, CLIENT_GONE,

@@ -206,6 +206,41 @@ def test_cached_blocks_are_evicted_only_when_none_is_free_and_oldest_first() -> 
     pool.check()
 
 
+def test_of_one_holder_the_last_block_is_evicted_first(pool: BlockPool) -> None:
+    holding = pool.reserve(8)
+    blocks = list(holding.blocks)
+    pool.keep(blocks)
+    holding.release()
+    assert pool.reserve(3).blocks == [blocks[7], blocks[6], blocks[5]]
+
+
+def test_beyond_the_bound_what_was_cached_longest_is_freed() -> None:
+    evicted: list[int] = []
+    pool = BlockPool(6)
+    pool.keep_at_most(2, evicted.append)
+    first, second = pool.reserve(2), pool.reserve(2)
+    old, new = list(first.blocks), list(second.blocks)
+    pool.keep(old + new)
+    first.release()
+    assert pool.counts() == only(free=2, cached=2, reserved=2)
+    second.release()
+    assert evicted == [old[1], old[0]]
+    assert pool.counts() == only(free=4, cached=2)
+    pool.keep_at_most(1, evicted.append)
+    assert evicted == [old[1], old[0], new[1]]
+    pool.check()
+
+
+def test_what_is_kept_no_longer_is_free_at_once_or_when_it_is_released(pool: BlockPool) -> None:
+    gone, held = pool.reserve(2), pool.reserve(2)
+    pool.keep(gone.blocks + held.blocks)
+    gone.release()
+    pool.keep_none()
+    assert pool.counts() == only(free=6, reserved=2)
+    held.release()
+    assert pool.counts() == only(free=8)
+
+
 @pytest.mark.parametrize("total", [0, -1])
 def test_a_pool_without_blocks_is_refused(total: int) -> None:
     with pytest.raises(ValueError, match="total"):
@@ -348,9 +383,9 @@ class PoolMachine(RuleBasedStateMachine):
         blocks, _ = self.model.pop(holding)
         holding.release()
         still = {block for held, _ in self.model.values() for block in held}
-        for block in blocks:
-            if block not in still:
-                (self.cached if block in self.kept else self.free).append(block)
+        gone = [block for block in blocks if block not in still]
+        self.free += [block for block in gone if block not in self.kept]
+        self.cached += [block for block in reversed(gone) if block in self.kept]
 
     @invariant()
     def agrees_with_the_model(self) -> None:
@@ -379,3 +414,26 @@ class PoolMachine(RuleBasedStateMachine):
 
 TestPoolAgainstModel = PoolMachine.TestCase
 TestPoolAgainstModel.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)
+
+
+def test_a_holding_is_split_without_a_block_changing_its_class(pool: BlockPool) -> None:
+    holding = pool.reserve(4, BlockState.DECODING, "r")
+    blocks = list(holding.blocks)
+    before = pool.counts()
+    first = holding.split(3)
+    assert (first.blocks, holding.blocks) == (blocks[:3], blocks[3:])
+    assert (first.owner, first.state) == ("r", BlockState.DECODING)
+    assert pool.counts() == before
+    pool.check()
+    holding.quarantine()
+    pool.check()
+    assert [pool.state_of(b).name for b in blocks] == ["DECODING"] * 3 + ["QUARANTINED"]
+    with pytest.raises(ValueError, match="has 3 blocks, not 4"):
+        first.split(4)
+    nothing = first.split(0)
+    for each in (nothing, first, holding):
+        each.release()
+    with pytest.raises(HoldingReleased):
+        first.split(0)
+    pool.check()
+    assert pool.free == pool.total

@@ -186,7 +186,8 @@ def test_an_interrupt_ends_the_request_everywhere(cluster: LocalCluster) -> None
     for instance in status(cluster.router_endpoint):
         assert instance["transfers"] == 0
         if instance["role"] != "router":
-            assert instance["blocks"] == {"free": 2048}
+            assert instance["blocks"].keys() <= {"free", "cached"}
+            assert sum(instance["blocks"].values()) == 2048
 
 
 # --- status ---------------------------------------------------------------------------------------
@@ -206,7 +207,7 @@ def test_status_json_has_every_instance(cluster: LocalCluster) -> None:
 def test_status_shows_a_table(cluster: LocalCluster) -> None:
     result = pd_grpc("status", "--endpoint", cluster.router_endpoint, environ={"COLUMNS": "160"})
     assert result.returncode == 0
-    for word in ("router", "prefill-0", "decode-0", "serving", "2048 free"):
+    for word in ("router", "prefill-0", "decode-0", "serving", " free"):
         assert word in result.stdout
 
 

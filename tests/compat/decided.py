@@ -93,6 +93,17 @@ CASES = [
     *refused(scenes.plain, Reason.BAD_REQUEST, "AllocateRequest.sampling"),
     *works(scenes.plain, "AllocateRequest.max_wait", "AllocateRequest.budget"),
     *works(scenes.plain, "AllocateRequest.request_id"),
+    # What was reused: all is wanted where no block is named, and all is computed.
+    *works(scenes.again, "AllocateRequest.block_hashes", "AllocateResponse.cached_tokens"),
+    *refused(scenes.again, Reason.BAD_REQUEST, "BlockHash.hash", named="block_hashes"),
+    *refused(scenes.again, Reason.WRONG_STATE, "BlockRange.start", named="wanted"),
+    *refused(
+        scenes.again,
+        Reason.HANDOFF_MISMATCH,
+        "AllocateRequest.scope",
+        "RequestScope.cache_salt",
+        named="scope.cache_salt",
+    ),
     *refused(scenes.plain, Reason.WRONG_STATE, "AllocateRequest.kv_needed", named="shards"),
     *refused(scenes.plain, Reason.BAD_REQUEST, "TransferRef.transfer_id", "TransferRef.attempt"),
     *refused(scenes.plain, Reason.STALE_EPOCH, "TransferRef.decode_epoch", named="0"),
@@ -176,12 +187,13 @@ CASES = [
 
 _RESERVED = "reserved in this version"
 _ONE_SHARD = "there is one shard, which holds everything"
-_NO_CACHE = "no prefix is looked up or found yet"
 _ZERO = "the first of its kind, and there is one"
+
+_D_WRITES = "with INLINE D does the writing"
 
 NOT_SENT = {
     "Hello.shards": _ONE_SHARD,
-    "Hello.hash_algorithm": _NO_CACHE,
+    "Hello.hash_algorithm": "there is one, which empty means",
     "Welcome.grant_needs_client": _RESERVED,
     "Welcome.first_token_by_decode": _RESERVED,
     "HeartbeatAck.unknown_grant_ids": "D says that a transfer has ended before it is asked",
@@ -203,11 +215,6 @@ NOT_SENT = {
         for what in ("start", "count")
     },
     "Shard.transport_metadata": "empty for INLINE",
-    "AllocateRequest.block_hashes": _NO_CACHE,
-    "AllocateRequest.scope": _RESERVED,
-    "BlockHash.hash": _NO_CACHE,
-    "AllocateResponse.cached_tokens": _NO_CACHE,
-    "BlockRange.start": "all blocks are wanted, from block 0 on",
     **{
         f"SamplingParams.{name}": _RESERVED
         for name in (
@@ -228,7 +235,6 @@ NOT_SENT = {
         for name in (
             "model",
             "adapter",
-            "cache_salt",
             "media_hashes",
             "tenant",
             "priority",
@@ -242,10 +248,12 @@ NOT_SENT = {
     "TransferOpen.shard_index": _ZERO,
     "KvChunk.group": _ZERO,
     "KvRange.group": _ZERO,
-    "KvChunk.descriptor": _RESERVED,
-    "MemoryDescriptor.kind": _RESERVED,
-    "MemoryDescriptor.device": _RESERVED,
-    "MemoryDescriptor.handle": _RESERVED,
+    "TransferOpened.target": _D_WRITES,
+    "TransferOpened.audit": _D_WRITES,
+    "KvChunk.descriptor": _D_WRITES,
+    "MemoryDescriptor.kind": _D_WRITES,
+    "MemoryDescriptor.device": _D_WRITES,
+    "MemoryDescriptor.handle": _D_WRITES,
 }
 """Fields that no peer of these scenes sets, and why."""
 
@@ -278,5 +286,5 @@ FUTURE = [
     replace(_LEAVES, field="ReleaseResponse.state"),
 ]
 """The same for enum fields with a value that nobody knows."""
-NEVER_AN_ENUM = {"RequestScope.direction": _RESERVED, "MemoryDescriptor.kind": _RESERVED}
+NEVER_AN_ENUM = {"RequestScope.direction": _RESERVED, "MemoryDescriptor.kind": _D_WRITES}
 """Enum fields whose message is not sent."""

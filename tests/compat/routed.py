@@ -102,7 +102,11 @@ async def _until_ready(router: RouterServer) -> None:
 
 
 async def ask(
-    edit: Edit, engine: type[SimEngine] = SimEngine, generated: tuple[int, ...] = (), **options: Any
+    edit: Edit,
+    engine: type[SimEngine] = SimEngine,
+    generated: tuple[int, ...] = (),
+    salt: bytes = b"",
+    **options: Any,
 ) -> Answer:
     """A request of a client that names everything it may."""
     sampling = sampling_pb2.SamplingParams(**{"max_tokens": 8, "seed": 3, **options})
@@ -111,6 +115,7 @@ async def ask(
         token_ids=inference_pb2.TokenIds(ids=range(100, 150)),
         sampling=sampling,
         generated_token_ids=generated,
+        scope=sampling_pb2.RequestScope(cache_salt=salt) if salt else None,
     )
     answer = Answer(request)
     async with site(edit, engine) as (cluster, router):
@@ -155,6 +160,11 @@ async def with_logprobs(edit: Edit) -> Answer:
 async def continued(edit: Edit) -> Answer:
     """The client has the beginning of the answer already."""
     return await ask(edit, generated=(7, 8))
+
+
+async def salted(edit: Edit) -> Answer:
+    """The client shares what is computed for it with nobody else."""
+    return await ask(edit, salt=b"salt")
 
 
 Asking = Callable[[Edit], Awaitable[Answer]]

@@ -26,6 +26,7 @@ from pd_grpc.v1 import (
     inference_pb2_grpc,
     prefill_pb2,
     prefill_pb2_grpc,
+    sampling_pb2,
     transfer_pb2,
     types_pb2,
 )
@@ -61,7 +62,9 @@ class Ended:
     def right(self) -> bool:
         """Whether the answer is complete and what it must be."""
         usage = types_pb2.Usage(
-            prompt_tokens=len(self.request.tokens), completion_tokens=len(self.tokens)
+            prompt_tokens=len(self.request.tokens),
+            completion_tokens=len(self.tokens),
+            cached_tokens=self.usage.cached_tokens,
         )
         whole = self.client is None and not self.left
         if self.request.sampling.HasField("logprobs"):
@@ -229,6 +232,23 @@ async def reopened(edit: Edit) -> Ended:
 
     async with scene(cut, _IN_PIECES) as made:
         return await made.run(made.request(tokens=300))
+
+
+async def again(edit: Edit) -> Ended:
+    """A prompt that begins as one before did, under a salt: D and P have its beginning."""
+    salt = sampling_pb2.RequestScope(cache_salt=b"salt")
+    async with scene(edit) as made:
+        before = made.request()
+        before.scope = salt
+        first = await made.run(before)
+        if not first.right:
+            return first
+        request = made.request()
+        request.scope = salt
+        request.tokens[30:] = [token - 1 for token in request.tokens[30:]]
+        ended = await made.run(request)
+        assert not ended.right or ended.usage.cached_tokens == 28
+        return ended
 
 
 async def with_logprobs(edit: Edit) -> Ended:

@@ -57,6 +57,8 @@ REFUSED = [
         "prompt_tokens",
         routed.continued,
     ),
+    Refusal("PrefillRequest.scope", Reason.HANDOFF_MISMATCH, "scope.cache_salt", routed.salted),
+    Refusal("GenerateRequest.scope", Reason.HANDOFF_MISMATCH, "scope.cache_salt", routed.salted),
     Refusal("Handoff.ref", Reason.BAD_REQUEST, "ref."),
     Refusal("GenerateResponse.finish_reason", Reason.WRONG_STATE, "without its answer"),
     Refusal(
@@ -116,12 +118,10 @@ _TEXT = "D takes token ids only"
 _ONE_D = "there is one D, and nothing waits"
 NOT_SENT = {
     **{name: why for name, why in NOT_SENT_TO_D.items() if name in FIELDS},
-    "PrefillRequest.scope": "reserved in this version",
-    "GenerateRequest.scope": "reserved in this version",
     "PrefillResponse.placing": _ONE_D,
     "Placing.decode": _ONE_D,
     "Queued.ahead": _ONE_D,
-    "Usage.cached_tokens": "no prefix is looked up or found yet",
+    "Usage.cached_tokens": "each cluster here answers one request, and nothing is found",
     "Timings.route": _ROUTERS,
     "Timings.total": _ROUTERS,
     "GenerateRequest.text": _TEXT,
@@ -138,6 +138,7 @@ NOT_SENT = {
 
 def test_of_every_field_it_is_decided_what_its_absence_means() -> None:
     decided = [*(r.field for r in REFUSED), *WORKS, *DEFAULTS, *UNNOTICED, *NOT_SENT]
+    decided.append("RequestScope.cache_salt")
     assert sorted(decided) == sorted(FIELDS)
 
 
@@ -157,6 +158,13 @@ async def test_without_what_has_a_default_the_answer_is_right(field: str) -> Non
     strip = Strip(field)
     answer = await routed.plain(strip)
     assert strip.met
+    assert answer.fault is None and answer.tokens == answer.meant() and answer.whole
+
+
+async def test_a_salt_left_out_on_both_legs_is_no_salt() -> None:
+    strip = Strip("RequestScope.cache_salt")
+    answer = await routed.salted(strip)
+    assert strip.met == 2
     assert answer.fault is None and answer.tokens == answer.meant() and answer.whole
 
 
@@ -198,7 +206,7 @@ async def test_an_end_of_which_the_reason_is_not_known_yet_is_an_end() -> None:
 
 @pytest.mark.parametrize(
     "asking",
-    [routed.plain, routed.sampled, routed.with_logprobs, routed.continued],
+    [routed.plain, routed.sampled, routed.with_logprobs, routed.continued, routed.salted],
     ids=lambda asking: asking.__name__,
 )
 async def test_fields_that_nobody_knows_yet_change_nothing(asking: Asking) -> None:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from pd_grpc.blocks.pool import BlockPool, BlockState
 from pd_grpc.decode import actions as act
 from pd_grpc.decode import events as ev
+from pd_grpc.decode.carrier import INLINE_CARRIER, Carrier
 from pd_grpc.decode.deadlines import OfTransfer, TransferTimer
 from pd_grpc.decode.machine import DecodeMachine, Model
 from pd_grpc.decode.sessions import Offer
@@ -48,7 +49,11 @@ class Harness:
     """
 
     def __init__(
-        self, num_blocks: int = 16, features: frozenset[str] = frozenset(), **settings: Any
+        self,
+        num_blocks: int = 16,
+        features: frozenset[str] = frozenset(),
+        carriers: Sequence[Carrier] = (INLINE_CARRIER,),
+        **settings: Any,
     ) -> None:
         settings = {"chunk_tokens": 2 * BLOCK, "max_batch": 8, "prefill_batch": 4, **settings}
         self.config = DecodeConfig(
@@ -82,6 +87,7 @@ class Harness:
             features=features,
             max_model_len=MAX_MODEL_LEN,
             timeouts=self.config,
+            carriers=carriers,
         )
         self.machine = DecodeMachine(
             self.config,
@@ -202,12 +208,14 @@ class Harness:
         """The last of it is verified. As the receiver, nothing is written twice or after the
         close."""
         opened = self.opened[grant_id]
-        assert len(tokens) <= opened.wanted * BLOCK
+        end = max((start + count for start, count in opened.wanted), default=0)
+        assert len(tokens) <= end * BLOCK or not opened.wanted
         closed = grant_id in self.closes and grant_id not in self._unclosed
         if not closed and grant_id not in self._completed:
             self._completed.add(grant_id)
-            for position, token in enumerate(tokens):
-                self._store(opened.blocks, position, token)
+            for start, count in opened.wanted:
+                for position in range(start * BLOCK, min(len(tokens), (start + count) * BLOCK)):
+                    self._store(opened.blocks, position, tokens[position])
         self.feed(ev.ReceiveCompleted(grant_id))
 
     def close_receivers(self) -> None:
@@ -246,7 +254,10 @@ class Harness:
     def check(self) -> None:
         """What holds after every event."""
         self.pool.check()
+        self.machine.ledger.cache.check()
         ledger = self.machine.ledger
+        for block in self.pool.kept():
+            assert self.pool.state_of(block) is not BlockState.QUARANTINED, "it may be found"
         for transfer in ledger.transfers.values():
             grant = transfer.grant_id
             assert not transfer.state.terminal
@@ -260,14 +271,16 @@ class Harness:
         assert {s: n for s, n in ledger.counts.items() if n and not s.terminal} == live
         holdings = {id(h) for h in self.pool.holdings()}
         known = {id(t.holding) for t in ledger.transfers.values() if t.holding is not None}
-        quarantined = {id(h) for h, _ in ledger._quarantine.values()}
+        quarantined = {id(h) for h in ledger.quarantine.holdings()}
         assert holdings == known | quarantined
         assert not known & quarantined
 
     def all_returned(self) -> None:
-        """Nothing is in flight, and every block is free."""
+        """Nothing is in flight, and every block is free, or is once the cache is cleared."""
         self.check()
         assert self.machine.ledger.transfers == {}
+        assert self.pool.free == self.pool.total
+        self.machine.ledger.cache.clear()
         assert self.pool.counts()[BlockState.FREE] == self.pool.total
         assert self.machine.ledger.calls == {}
         assert len(self.machine.ledger.reservations) == 0

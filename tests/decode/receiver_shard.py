@@ -54,7 +54,7 @@ class Shard:
             self.grant()
 
     def grant(self) -> None:
-        self.note(self.receiver.open_grant("g", KEY, OWNER, TABLE, WANTED))
+        self.note(self.receiver.open_grant("g", KEY, OWNER, TABLE, [(0, WANTED)]))
 
     def close(self, fault: Fault) -> None:
         self.note(self.receiver.close_grant("g", fault, self.now))

@@ -63,7 +63,7 @@ async def tapped() -> AsyncIterator[tuple[Wire, Tap]]:
 
 async def hand_over(d: Wire, request: Request) -> list[int]:
     """A real P prefills and hands over; returns the client's tokens."""
-    config = PrefillConfig(**{**SIM, "name": "p"})
+    config = PrefillConfig(**{**SIM, "name": "p", "transports": ("inline",)})
     p = await start_prefill(config, SimEngine(config))
     try:
         async with grpc.aio.insecure_channel(p.endpoint) as channel:

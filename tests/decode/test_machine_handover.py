@@ -48,7 +48,7 @@ def test_the_cache_info_says_where_the_kv_goes(d: Harness, p: Prefill) -> None:
     assert answer.wanted == [types_pb2.BlockRange(start=0, count=2)]
     assert list(answer.shards) == [SHARD]
     opened = d.opened[answer.grant_id]
-    assert opened.wanted == 2
+    assert opened.wanted == ((0, 2),)
     assert len(opened.blocks) == 3, "a prompt of whole blocks needs one more for what follows"
     p.release(request)
 
@@ -85,7 +85,9 @@ def test_generated_tokens_are_output_and_not_shown_again(
     assert d.shown[client] == request.answer
     assert len(d.shown[client]) == 3
     assert d.finished[client].usage.completion_tokens == 5
-    assert d.opened[grant].wanted == 2, "six of the prompt and two of output fill two blocks"
+    assert d.opened[grant].wanted == ((0, 2),), (
+        "six of the prompt and two of output fill two blocks"
+    )
 
 
 def test_decoding_grows_over_block_borders(d: Harness, p: Prefill) -> None:

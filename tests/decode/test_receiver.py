@@ -10,7 +10,7 @@ from pd_grpc.decode import events as ev
 from pd_grpc.protocol.faults import Code, Fault, Reason, bad_request
 from pd_grpc.protocol.sampling import FieldError
 from pd_grpc.v1 import layout_pb2, transfer_pb2, types_pb2
-from tests.decode.receiver_shard import EPOCH, LAYER, LAYOUT, TABLE, Shard
+from tests.decode.receiver_shard import EPOCH, KEY, LAYER, LAYOUT, OWNER, TABLE, Shard
 
 NONSENSE = bad_request([FieldError("message", "is no protobuf")])
 
@@ -129,6 +129,23 @@ def test_a_range_again_after_all_is_complete_is_acknowledged() -> None:
     shard.end(again, 1, LAYER)
     assert shard.ends[again] is None
     assert shard.events.count(ev.ReceiveCompleted("g")) == 1
+
+
+@pytest.mark.parametrize(
+    ("blocks", "layers"), [((0, 1), (0, 1)), ((0, 2), (0, 2)), ((1, 1), (1, 2)), ((0, 2), (0, 3))]
+)
+def test_a_range_that_overlaps_another_without_being_equal_is_refused_and_writes_nothing(
+    blocks: tuple[int, int], layers: tuple[int, int]
+) -> None:
+    shard = Shard()
+    stream = shard.stream()
+    shard.chunk(stream, (0, 2), (0, 1))
+    shard.chunk(stream, (1, 1), (1, 1))
+    before = bytes(shard.buffer)
+    shard.chunk(stream, blocks, layers)
+    assert shard.fault(stream).reason is Reason.BAD_REQUEST
+    assert "overlaps" in shard.told().message
+    assert bytes(shard.buffer) == before
 
 
 def test_a_reopened_stream_is_told_what_is_there_and_sends_the_rest() -> None:
@@ -360,3 +377,51 @@ def test_a_sender_that_counts_all_it_holds_is_the_only_one() -> None:
     heads = LAYOUT.groups[0].planes[0].heads
     whole = layout_pb2.Shard(tp_size=1, dp_size=1, layer_count=layers, head_count=heads)
     assert shard.stream(sender=whole) not in shard.ends
+
+
+def test_only_the_runs_that_are_wanted_are_let_in() -> None:
+    shard = Shard(grant=False)
+    table = [6, 3, 5, 1, 7]
+    shard.buffer[:] = b"\x5a" * len(shard.buffer)
+    shard.note(shard.receiver.open_grant("g", KEY, OWNER, table, [(1, 2), (4, 1)]))
+    stream = shard.stream()
+    assert not shard.responses[stream][0].opened.verified
+    for layers, group in ((3, 0), (1, 1)):
+        shard.chunk(stream, (1, 2), (0, layers), group=group)
+        shard.chunk(stream, (4, 1), (0, layers), group=group)
+    shard.end(stream, 4, 12 * LAYER)
+    assert shard.ends == {stream: None}
+    for block in {0, 2, 4, 6, 1}:
+        at = block * LAYOUT.block_bytes
+        assert set(shard.buffer[at : at + LAYOUT.block_bytes]) == {0x5A}, "a neighbour's"
+
+
+@pytest.mark.parametrize("blocks", [(0, 1), (0, 2), (2, 2), (3, 1), (3, 2), (1, 4), (5, 1)])
+def test_a_chunk_that_leaves_the_wanted_runs_fails_the_transfer(blocks: tuple[int, int]) -> None:
+    shard = Shard(grant=False)
+    shard.note(shard.receiver.open_grant("g", KEY, OWNER, [6, 3, 5, 1, 7], [(1, 2), (4, 1)]))
+    stream = shard.stream()
+    shard.chunk(stream, blocks, (0, 3))
+    assert shard.fault(stream).reason is Reason.BAD_REQUEST
+    assert "[1, 3), [4, 5)" in shard.fault(stream).fields[0].description
+    assert shard.told().code is Code.INTERNAL
+    assert not any(shard.buffer)
+
+
+def test_where_nothing_is_wanted_the_end_is_all_there_is() -> None:
+    shard = Shard(grant=False)
+    shard.note(shard.receiver.open_grant("g", KEY, OWNER, [6, 3], []))
+    stream = shard.stream()
+    shard.end(stream, 0, 0)
+    assert shard.ends == {stream: None}
+    assert shard.events == [ev.ReceiveStarted("g"), ev.ReceiveCompleted("g")]
+
+
+def test_a_reopened_stream_is_told_the_runs_that_came_and_no_other() -> None:
+    shard = Shard(grant=False)
+    shard.note(shard.receiver.open_grant("g", KEY, OWNER, [6, 3, 5, 1, 7], [(1, 2), (4, 1)]))
+    first = shard.stream()
+    shard.chunk(first, (1, 1), (0, 1))
+    shard.chunk(first, (4, 1), (0, 1))
+    shard.gone(first)
+    assert shard.verified(shard.stream()) == [(0, 0, 1, 1), (0, 0, 4, 1)]

@@ -54,7 +54,7 @@ class Served:
     def start(self) -> None:
         self.bulk.start()
         self.bulk.post(act.AdmitSession(OWNER, "s"))
-        self.bulk.post(act.OpenReceive("g", KEY, OWNER, tuple(TABLE), WANTED))
+        self.bulk.post(act.OpenReceive("g", KEY, OWNER, tuple(TABLE), ((0, WANTED),)))
 
     def failures(self) -> list[Fault]:
         return [e.fault for e in self.events if isinstance(e, ev.ReceiveFailed)]

@@ -13,7 +13,6 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
-from pd_grpc.blocks.pool import BlockState
 from pd_grpc.decode.server import SERVICES, start_decode
 from pd_grpc.engine.base import EngineFault
 from pd_grpc.engine.sim import SimEngine
@@ -74,7 +73,7 @@ async def test_alive_at_once_and_ready_when_warm() -> None:
         server = await starting
         assert engine.warmed_on.startswith("pd-engine")
         await becomes(channel, SERVICES[0], SERVING)
-        assert server.pool.counts()[BlockState.FREE] == server.pool.total
+        assert server.pool.free == server.pool.total
         await server.stop()
 
 
@@ -256,7 +255,7 @@ async def test_a_stop_ends_everything_with_a_reason_and_returns_all_blocks() -> 
         engine.gate.set()
         await stopping
         server.pool.check()
-        assert server.pool.counts()[BlockState.FREE] == server.pool.total
+        assert server.pool.free == server.pool.total
         assert server.machine.ledger.transfers == {}
         await d.channel.close(None)
         await p.close()

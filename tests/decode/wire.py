@@ -14,7 +14,6 @@ import grpc
 import grpc.aio
 from opentelemetry.sdk.trace import TracerProvider
 
-from pd_grpc.blocks.pool import BlockState
 from pd_grpc.decode.server import DecodeServer, start_decode
 from pd_grpc.decode.service import DecodeInference
 from pd_grpc.engine.base import PrefillChunk, Sampled, SampleSpec
@@ -125,7 +124,7 @@ class Wire:
     async def settled(self) -> None:
         """Nothing is in flight, and every block is free."""
         pool = self.server.pool
-        await until(lambda: pool.counts()[BlockState.FREE] == pool.total)
+        await until(lambda: pool.free == pool.total)
         pool.check()
         listed = await self.admin.ListTransfers(admin_pb2.ListTransfersRequest(), timeout=CALL_S)
         assert list(listed.transfers) == []

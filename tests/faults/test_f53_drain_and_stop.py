@@ -10,7 +10,6 @@ from typing import Any
 import grpc.aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from pd_grpc.blocks.pool import BlockState
 from pd_grpc.decode.server import start_decode
 from pd_grpc.engine.sim import SimEngine
 from pd_grpc.protocol import rpc
@@ -161,6 +160,6 @@ async def test_a_stop_returns_when_aborted_handlers_have_cleaned_up() -> None:
             assert server.control.handlers.running == 0
             assert server.machine.ledger.transfers == {}
             server.pool.check()
-            assert server.pool.counts()[BlockState.FREE] == server.pool.total
+            assert server.pool.free == server.pool.total
             await p.close()
         assert real.server.control.ready, "another server of this process goes on"

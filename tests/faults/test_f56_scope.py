@@ -1,7 +1,7 @@
 """F56: KV of one salt, adapter or image never serves another request.
 
-None of them is built: a request that names one is refused by name, and D keeps no KV of a request
-that has ended, so that equal tokens never meet KV of before."""
+Adapters and images are not built: a request that names one is refused by name. A salt is a part of
+the name of every block, so that equal tokens of another salt never meet."""
 
 from __future__ import annotations
 
@@ -9,10 +9,12 @@ from typing import Any
 
 import grpc.aio
 
+from pd_grpc.engine.sim_reference import sim_answer
+from pd_grpc.protocol.config import DecodeConfig
 from pd_grpc.protocol.faults import Code, Fault, Reason
 from pd_grpc.protocol.sampling import Sampling
 from pd_grpc.v1 import inference_pb2_grpc, prefill_pb2, prefill_pb2_grpc, sampling_pb2
-from tests.cluster import cluster
+from tests.cluster import SIM, cluster
 from tests.decode.wire import fault_of, wire
 from tests.prefill.cluster import request_to
 from tests.system.asking import ask, request
@@ -21,7 +23,6 @@ PROMPT = list(range(40, 104))
 SAMPLING = Sampling(max_tokens=4, temperature=0.0, ignore_eos=True)
 SCOPES: dict[str, Any] = {
     "adapter": "lora-7",
-    "cache_salt": b"of another tenant",
     "media_hashes": [b"h" * 32],
     "tenant": "another",
     "model": "another",
@@ -34,7 +35,7 @@ def _is_refusal(fault: Fault, name: str) -> None:
 
 
 async def test_equal_tokens_in_another_scope_are_refused_by_every_server() -> None:
-    """F56: after the same tokens were answered, and with nothing of theirs left to hit."""
+    """F56: after the same tokens were answered, and would be hit."""
     async with cluster() as servers, servers.client() as router:
         p, d = servers.prefills[0], servers.decodes[0]
         answered = await ask(router, request(PROMPT, SAMPLING))
@@ -58,7 +59,20 @@ async def test_equal_tokens_in_another_scope_are_refused_by_every_server() -> No
                     _is_refusal(await fault_of(call), name)
         again = await ask(router, request(PROMPT, SAMPLING))
         assert again.essence == answered.essence
-        assert again.last.usage.cached_tokens == 0
+        assert again.last.usage.cached_tokens > 0
+
+
+async def test_equal_tokens_of_another_salt_meet_no_kv_of_before() -> None:
+    """F56: on neither instance; the first salt's own are still there afterwards."""
+    async with cluster() as servers, servers.client() as router:
+        spared = []
+        for salt in (b"one tenant", b"another", b"", b"one tenant"):
+            message = request(PROMPT, SAMPLING)
+            message.scope.cache_salt = salt
+            reply = await ask(router, message)
+            assert reply.token_ids == sim_answer(PROMPT, SAMPLING, DecodeConfig(**SIM))
+            spared.append(reply.last.usage.cached_tokens)
+        assert spared[:3] == [0, 0, 0] and spared[3] > 0
 
 
 async def test_an_allocate_in_another_scope_costs_no_block() -> None:

@@ -21,8 +21,8 @@ from pd_grpc.protocol.config import PrefillConfig
 from pd_grpc.protocol.faults import Fault, Reason
 from pd_grpc.protocol.refs import TransferKey
 from pd_grpc.transport.base import LayerRun, SendPlan
-from pd_grpc.transport.inline_sender import InlineTransport
-from pd_grpc.v1 import transfer_pb2
+from pd_grpc.transport.inline import InlineTransport
+from pd_grpc.v1 import layout_pb2, transfer_pb2
 from tests.decode.wire import RawPrefill, Wire, wire
 
 BLOCK, LAYERS = 16, 8
@@ -58,7 +58,11 @@ class Sender:
             self.memory, lambda endpoint: rpc.aio_channel(endpoint, config, config)
         )
         self.bulk = BulkSender(
-            self.layout, transport, config.chunk_bytes, SystemClock(), self._report
+            self.layout,
+            {layout_pb2.TRANSPORT_INLINE: transport},
+            config.chunk_bytes,
+            SystemClock(),
+            self._report,
         )
         self.bulk.start()
 

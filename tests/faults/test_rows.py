@@ -23,7 +23,7 @@ LATER: dict[str, str] = {}
 IN_PART = {
     "F7": "siblings of one request: today they are refused, and n answers are n transfers",
     "F32": "unequal tensor parallelism: today it is refused",
-    "F56": "a hit of the prefix cache in the same scope: today there is no cache to hit",
+    "F56": "adapters and images: today they are refused",
     "F62": "penalties: today they are refused",
 }
 """Cases of which a part waits for what is not built, and what holds until then."""

@@ -131,7 +131,11 @@ async def site(prefill_scale: float, decode_scale: float) -> AsyncIterator[Site]
         lines = [await stack.enter_async_context(silent_line()) for _ in range(5)]
         to_router, to_p, to_d, p_to_d, to_shard = lines
         dconfig = DecodeConfig(
-            **SIM, name="d", sim_time_scale=decode_scale, bulk_advertise=to_shard.endpoint
+            transports=("inline",),  # bytes on the line are what these tests cut
+            **SIM,
+            name="d",
+            sim_time_scale=decode_scale,
+            bulk_advertise=to_shard.endpoint,
         )
         d = await start_decode(dconfig, SimEngine(dconfig))
         stack.push_async_callback(d.stop)

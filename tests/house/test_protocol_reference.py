@@ -107,7 +107,7 @@ def test_everything_in_the_protos_has_a_comment_in_the_reference(files: list[Fil
 
 def test_reserved_fields_and_values_are_marked(files: list[File]) -> None:
     made = reference(files)
-    for name in ("min_p", "draft_token_ids", "descriptor", "grant_needs_client", "TRANSPORT_SHM"):
+    for name in ("min_p", "draft_token_ids", "grant_needs_client", "TRANSPORT_NIXL"):
         assert f"`{name}` *(reserved)*" in made
     assert "`temperature` *(reserved)*" not in made
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import grpc.aio
 from opentelemetry.sdk.trace import TracerProvider
 
-from pd_grpc.blocks.pool import BlockPool, BlockState
+from pd_grpc.blocks.pool import BlockPool
 from pd_grpc.decode.server import DecodeServer, start_decode
 from pd_grpc.engine.sim import SimEngine
 from pd_grpc.engine.sim_reference import sim_answer
@@ -35,6 +35,8 @@ from pd_grpc.v1 import (
 from tests.waiting import until
 
 SMALL: dict[str, object] = {
+    # What these tests look at are the bytes of chunks.
+    "transports": ("inline",),
     "engine": "sim",
     "block_size": 4,
     "num_blocks": 256,
@@ -54,6 +56,7 @@ class Request:
     sampling: sampling_pb2.SamplingParams
     decodes: list[prefill_pb2.DecodeTarget]
     generated: list[int] = field(default_factory=list)
+    scope: sampling_pb2.RequestScope | None = None
     ref: types_pb2.TransferRef = field(
         default_factory=lambda: types_pb2.TransferRef(transfer_id=mint_id("t"), attempt=1)
     )
@@ -65,6 +68,7 @@ class Request:
             generated_token_ids=self.generated,
             sampling=self.sampling,
             decodes=self.decodes,
+            scope=self.scope,
         )
 
     def generate(self) -> inference_pb2.GenerateRequest:
@@ -72,6 +76,7 @@ class Request:
             token_ids=inference_pb2.TokenIds(ids=self.tokens),
             generated_token_ids=self.generated,
             sampling=self.sampling,
+            scope=self.scope,
             handoff=inference_pb2.Handoff(ref=self.ref),
         )
 
@@ -246,4 +251,4 @@ async def running() -> AsyncIterator[Cluster]:
 
 
 def _idle(pool: BlockPool) -> bool:
-    return pool.counts()[BlockState.FREE] == pool.total
+    return pool.free == pool.total

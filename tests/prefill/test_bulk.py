@@ -18,8 +18,8 @@ from pd_grpc.protocol.clock import SystemClock
 from pd_grpc.protocol.faults import Code, Fault, Reason, TransportFault
 from pd_grpc.protocol.refs import TransferKey
 from pd_grpc.transport.base import LayerRun, SendPlan
-from pd_grpc.transport.inline_sender import InlineTransport
-from pd_grpc.v1 import transfer_pb2, transfer_pb2_grpc
+from pd_grpc.transport.inline import InlineTransport
+from pd_grpc.v1 import layout_pb2, transfer_pb2, transfer_pb2_grpc
 from tests.prefill.world import LAYOUT
 from tests.waiting import until
 
@@ -83,7 +83,7 @@ class Bench:
         memory = HostKvMemory(bytearray(range(256)) * (8 * LAYOUT.block_bytes // 256), LAYOUT)
         self.bulk = BulkSender(
             LAYOUT,
-            InlineTransport(memory, grpc.aio.insecure_channel),
+            {layout_pb2.TRANSPORT_INLINE: InlineTransport(memory, grpc.aio.insecure_channel)},
             LAYOUT.layer_bytes(0),
             SystemClock(),
             self.events.append,
@@ -201,7 +201,7 @@ async def test_stopping_lets_go_of_what_is_open(bench: Bench) -> None:
     await asyncio.to_thread(bench.bulk.stop)
     assert bench.events == [ev.TransferClosed(KEY, 0)]
     bench.compute()
-    bench.bulk = BulkSender(LAYOUT, bench.bulk._transport, 1, SystemClock(), bench.events.append)
+    bench.bulk = BulkSender(LAYOUT, bench.bulk._transports, 1, SystemClock(), bench.events.append)
     bench.bulk.start()
 
 

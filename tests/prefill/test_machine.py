@@ -123,7 +123,7 @@ def test_a_first_token_that_ends_the_answer_ends_the_transfer(world: World) -> N
     # The bulk side may still be reading: the blocks are not anyone else's yet.
     assert world.pool.counts()[BlockState.QUARANTINED] == 2
     world.confirm_closed()
-    assert world.pool.counts()[BlockState.FREE] == world.pool.total
+    assert world.pool.free == world.pool.total
 
 
 def test_eos_is_an_ordinary_token_where_the_request_ignores_it(world: World) -> None:

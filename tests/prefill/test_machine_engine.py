@@ -46,7 +46,7 @@ def test_a_cancelled_request_keeps_its_blocks_until_the_step_is_over(world: Worl
         world.feed(ev.TransferClosed(close.key, close.shard))
     assert world.pool.counts()[BlockState.QUARANTINED] == 3
     world.step()
-    assert world.pool.counts()[BlockState.FREE] == world.pool.total
+    assert world.pool.free == world.pool.total
     assert len(world.taken(act.RunStep)) == 1
 
 

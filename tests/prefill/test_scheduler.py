@@ -5,8 +5,10 @@ from __future__ import annotations
 from itertools import count
 
 from pd_grpc.blocks.pool import BlockPool, BlockState
+from pd_grpc.blocks.prefix_cache import PrefixCache
 from pd_grpc.prefill.scheduler import Plan, PrefillScheduler
 from pd_grpc.prefill.states import PrefillRecord, Times
+from pd_grpc.protocol.block_hashes import BlockChain
 from pd_grpc.protocol.refs import TransferKey
 from pd_grpc.protocol.sampling import Sampling
 from pd_grpc.v1 import prefill_pb2
@@ -22,6 +24,7 @@ def record(tokens: int, decode: str = "d") -> PrefillRecord:
         request=prefill_pb2.PrefillRequest(decodes=[prefill_pb2.DecodeTarget(endpoint=decode)]),
         sampling=Sampling(max_tokens=4),
         tokens=tuple(range(tokens)),
+        chain=BlockChain(LAYOUT.block_size),
         deadline=0,
         times=Times(0),
     )
@@ -32,7 +35,8 @@ class Bench:
 
     def __init__(self, blocks: int = 100, batch: int = 4) -> None:
         self.pool = BlockPool(blocks)
-        self.scheduler = PrefillScheduler(self.pool, LAYOUT, batch, chunk_tokens=8)
+        cache = PrefixCache(self.pool, 0.0)
+        self.scheduler = PrefillScheduler(cache, LAYOUT, batch, chunk_tokens=8)
         self.records: list[PrefillRecord] = []
 
     def add(self, *tokens: int, decode: str = "d") -> list[PrefillRecord]:
@@ -60,7 +64,7 @@ class Bench:
 
     def idle(self) -> bool:
         self.pool.check()
-        return self.pool.counts()[BlockState.FREE] == self.pool.total
+        return self.pool.free == self.pool.total
 
 
 def test_the_oldest_goes_first_and_chunks_are_its_own() -> None:

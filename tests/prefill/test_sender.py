@@ -89,7 +89,8 @@ def test_what_does_not_fill_a_chunk_waits_for_the_pass_to_end() -> None:
     made.advance(0, 1, 16)
     assert drain(made) == []
     made.advance(0, 2, 16)
-    assert drain(made) == [Slab(0, 0, 2, 0, 4), Slab(0, 2, 1, 0, 4)]
+    # All layers of a block together, for so they lie in memory.
+    assert drain(made) == [Slab(0, 0, 3, 0, 3), Slab(0, 0, 3, 3, 1)]
 
 
 def test_a_chunk_is_never_smaller_than_one_block_of_one_layer() -> None:
@@ -115,11 +116,35 @@ def test_a_slab_never_spans_two_groups() -> None:
     assert drain(made) == [Slab(0, 0, 1, 0, 1), Slab(1, 0, 2, 0, 1)]
 
 
-def test_a_shard_that_wants_nothing_is_told_so() -> None:
+def test_a_shard_that_wants_nothing_is_told_so_once_all_is_computed() -> None:
     made = opened(sender(wanted=()))
-    assert drain(made) == []
+    for tokens in (0, 8):
+        compute(made, tokens)
+        assert drain(made) == []
+        assert made.end(0) is None, "the first token is not near yet"
+        assert made.deadline() is None
+    compute(made, 16)
     assert made.end(0) == (0, 0)
     assert made.end(0) is None
+
+
+def test_nothing_wanted_of_the_end_waits_for_the_end_all_the_same() -> None:
+    made = opened(sender(wanted=((0, 1),)))
+    compute(made, 4)
+    assert drain(made) == [Slab(0, 0, 2, 0, 1)]
+    assert made.end(0) is None
+    compute(made, 16)
+    assert made.end(0) == (1, 2 * LAYER_BYTES)
+
+
+def test_what_is_there_from_the_beginning_goes_before_anything_is_computed() -> None:
+    plan = SendPlan(18, tuple(range(64)), ((1, 4),), (LayerRun(0, 0, 2),), ready=12)
+    made = opened(TransferSender(layout(2), plan, 1 << 20, progress_s=10))
+    assert drain(made) == [Slab(0, 0, 2, 1, 2)]
+    assert made.end(0) is None
+    compute(made, 18)
+    assert drain(made) == [Slab(0, 0, 2, 3, 2)]
+    assert made.end(0) == (2, 8 * LAYER_BYTES)
 
 
 def test_no_more_than_the_window_is_unacknowledged() -> None:

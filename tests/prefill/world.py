@@ -14,6 +14,7 @@ from pd_grpc.engine.base import Sampled
 from pd_grpc.engine.sim_tokenizer import SimTokenizer
 from pd_grpc.prefill import actions as act
 from pd_grpc.prefill import events as ev
+from pd_grpc.prefill.carriers import INLINE_ALONE, Carriers
 from pd_grpc.prefill.machine import PrefillMachine
 from pd_grpc.prefill.states import PrefillState
 from pd_grpc.prefill.validation import ModelLimits
@@ -80,6 +81,7 @@ class World:
         num_blocks: int = 64,
         max_model_len: int = 2000,
         features: tuple[str, ...] = (),
+        carriers: Carriers = INLINE_ALONE,
         **settings: object,
     ) -> None:
         self.config = PrefillConfig.model_validate(
@@ -102,7 +104,7 @@ class World:
         )
         instance = types_pb2.Instance(name="p", epoch=50, role=types_pb2.ROLE_PREFILL)
         self.machine = PrefillMachine(
-            self.config, instance, self.limits, self.pool, SimTokenizer(1000)
+            self.config, instance, self.limits, self.pool, SimTokenizer(1000), carriers
         )
         self.now = 1000.0
         self.actions: list[act.Action] = []
@@ -171,11 +173,16 @@ class World:
         """The last Allocate of a transfer."""
         return [a for a in self.taken(act.SendAllocate) if a.key.transfer_id == transfer_id][-1]
 
-    def grant(self, transfer_id: str = "t-1", asked: act.SendAllocate | None = None) -> None:
+    def grant(
+        self,
+        transfer_id: str = "t-1",
+        asked: act.SendAllocate | None = None,
+        transport: layout_pb2.Transport = layout_pb2.TRANSPORT_INLINE,
+    ) -> None:
         """D grants what the last Allocate asked for."""
         asked = asked or self.ask(transfer_id)
         response = decode_pb2.AllocateResponse(
-            grant_id=f"g-{transfer_id}-{asked.ask}", transport=layout_pb2.TRANSPORT_INLINE
+            grant_id=f"g-{transfer_id}-{asked.ask}", transport=transport
         )
         if asked.request.kv_needed:
             blocks = LAYOUT.blocks_for(asked.request.prompt_tokens)
@@ -337,5 +344,8 @@ def settle(world: World) -> None:
     world.free_pool()
     world.confirm_closed()
     assert world.machine.transfers(world.now) == []
+    assert world.pool.free == world.pool.total
+    world.machine.cache.check()
+    world.machine.cache.clear()
     assert world.pool.counts()[BlockState.FREE] == world.pool.total
     assert world.taken(act.Drained)

@@ -21,6 +21,7 @@ from pd_grpc.protocol.messages import (
     prompt_digest,
     sampling_from_proto,
     sampling_to_proto,
+    scope_errors,
     seconds,
     token_errors,
     transport_name,
@@ -72,7 +73,6 @@ RESERVED_SAMPLING: dict[str, Any] = {
 RESERVED_SCOPE: dict[str, Any] = {
     "model": "other",
     "adapter": "lora",
-    "cache_salt": b"s",
     "media_hashes": [b"h"],
     "tenant": "t",
     "priority": -1,
@@ -110,7 +110,14 @@ def test_no_field_of_the_protocol_is_silently_ignored() -> None:
     sampling = {field.name for field in sampling_pb2.SamplingParams.DESCRIPTOR.fields}
     assert sampling == built | set(RESERVED_SAMPLING)
     scope = {field.name for field in sampling_pb2.RequestScope.DESCRIPTOR.fields}
-    assert scope == set(RESERVED_SCOPE)
+    assert scope == set(RESERVED_SCOPE) | {"cache_salt"}
+
+
+@pytest.mark.parametrize(("size", "wrong"), [(0, []), (64, []), (65, ["scope.cache_salt"])])
+def test_a_salt_has_as_many_bytes_as_it_may(size: int, wrong: list[str]) -> None:
+    scope = sampling_pb2.RequestScope(cache_salt=b"s" * size)
+    assert unbuilt_scope(scope) is None
+    assert [error.field for error in scope_errors(scope)] == wrong
 
 
 layouts = st.builds(

@@ -20,8 +20,12 @@ class Reply:
 
     @property
     def essence(self) -> tuple[list[int], str, types_pb2.FinishReason, bytes]:
-        """What must be equal whoever answered: tokens, text, finish reason, usage."""
-        usage = self.last.usage.SerializeToString(deterministic=True)
+        """What must be equal whoever answered: tokens, text, finish reason, usage but for what a
+        prefix cache spared."""
+        counted = types_pb2.Usage()
+        counted.CopyFrom(self.last.usage)
+        counted.ClearField("cached_tokens")
+        usage = counted.SerializeToString(deterministic=True)
         return self.token_ids, self.text, self.last.finish_reason, usage
 
 

@@ -23,6 +23,7 @@ from pd_grpc.engine.torch import TorchEngine
 from pd_grpc.protocol.config import EngineConfig, RouterConfig
 from pd_grpc.protocol.sampling import Sampling
 from pd_grpc.router.server import start_router
+from pd_grpc.v1 import layout_pb2
 from tests.cluster import Cluster, cluster
 from tests.system.asking import Reply, ask, request
 from tests.waiting import until
@@ -54,6 +55,7 @@ def another_pool(model: TorchEngine) -> Callable[[EngineConfig], Engine]:
             model.layout,
             config.num_blocks,
             model.max_model_len,
+            config.shares_pool,
         )
 
     return load
@@ -61,13 +63,15 @@ def another_pool(model: TorchEngine) -> Callable[[EngineConfig], Engine]:
 
 @pytest_asyncio.fixture(loop_scope="module", scope="module")
 async def both(smollm2: TorchEngine) -> AsyncIterator[tuple[Cluster, Cluster]]:
-    """A cluster of one P and one D, and an aggregated router over the same D."""
+    """A cluster of one P and one D, and an aggregated router over the same D. They keep nothing of
+    a prompt, so that each answer is computed anew."""
     async with cluster(
         load=another_pool(smollm2),
         engine="torch",
         dtype="float32",
         num_blocks=700,
         chunk_tokens=CHUNK,
+        prefix_cache=0.0,
     ) as apart:
         config = RouterConfig(decode=(apart.decodes[0].endpoint,), aggregated=True)
         router = await start_router(config, apart.decodes[0].engine.tokenizer())
@@ -200,3 +204,54 @@ async def test_stop_strings_limits_and_logprobs_answer_alike(
     assert one[1].text == "The capital of France is "
     assert one[2].text == "The capital"
     assert len(one[3].token_ids) == len(one[4].token_ids) == 12
+
+
+@pytest.mark.asyncio(loop_scope="module")
+async def test_whatever_is_found_in_a_prefix_cache_the_answer_is_the_same(
+    both: tuple[Cluster, Cluster], smollm2: TorchEngine, texts: dict[int, list[int]]
+) -> None:
+    """Of a prompt of eleven blocks nothing, part, all but one token, all, and more, through P and D
+    and by D alone."""
+    base = texts[LONG[-1]][: 11 * 16]
+    prompts = [base, base[1:60], [*base[:90], *base[:30]], base[:-1], base, [*base, 42]]
+    asked = greedy(prompts) + seeded(prompts)
+    meant = await ask_together(both, asked, 1)
+    for aggregated in (False, True):
+        async with cluster(
+            load=another_pool(smollm2),
+            engine="torch",
+            dtype="float32",
+            num_blocks=100,
+            chunk_tokens=CHUNK,
+            aggregated=aggregated,
+        ) as kept:
+            replies = await _ask_all(kept, asked, 1)
+        assert_alike(asked, meant, replies)
+        spared = [reply.last.usage.cached_tokens for reply in replies]
+        assert spared == [0, 0, 80, 160, 160, 176, 160, 48, 112, 160, 160, 176]
+
+
+async def test_over_shared_memory_the_answer_is_that_of_one_server(
+    smollm2: TorchEngine, chats: list[list[int]], texts: dict[int, list[int]]
+) -> None:
+    async with cluster(
+        load=another_pool(smollm2),
+        engine="torch",
+        dtype="float32",
+        num_blocks=100,
+        chunk_tokens=CHUNK,
+        transports=("shm", "inline"),
+        decode_settings={"audit_every": 1},
+    ) as apart:
+        asked = greedy([texts[17], texts[129], chats[0]]) + seeded([texts[33]])
+        replies = await _ask_all(apart, asked, AT_ONCE)
+        (session,) = apart.prefills[0].machine.conversations.all()
+        assert session.welcome.transport == layout_pb2.TRANSPORT_SHM
+        config = RouterConfig(decode=(apart.decodes[0].endpoint,), aggregated=True)
+        router = await start_router(config, apart.decodes[0].engine.tokenizer())
+        await until(lambda: router.ready)
+        try:
+            together = Cluster(router, [], apart.decodes)
+            assert_alike(asked, await _ask_all(together, asked, 1), replies)
+        finally:
+            await router.stop(0.0)

@@ -11,6 +11,7 @@ from pd_grpc.decode.handoff import HandOff
 from pd_grpc.decode.ledger import Ledger
 from pd_grpc.decode.machine import DecodeMachine
 from pd_grpc.decode.prefill_desk import PrefillDesk
+from pd_grpc.decode.prefix_reuse import PrefixReuse
 from pd_grpc.decode.receiver import Receiver
 from pd_grpc.decode.reservations import Reservations
 from pd_grpc.decode.scheduler import Scheduler
@@ -18,8 +19,8 @@ from pd_grpc.decode.session_desk import SessionDesk
 from pd_grpc.decode.sessions import Sessions
 from pd_grpc.decode.states import DecodeState
 from pd_grpc.protocol.tombstones import Tombstones
-from pd_grpc.testing.explorer.kv import TagMemory
-from pd_grpc.testing.explorer.scenario import ONE_DECODE, SMALL
+from pd_grpc.testing.explorer.kv import BLOCK, TagMemory
+from pd_grpc.testing.explorer.scenario import ALIKE, ONE_DECODE, SMALL
 from pd_grpc.transport.chunk_codec import checksum
 from pd_grpc.v1 import transfer_pb2
 from tests.testing.planting import (
@@ -33,6 +34,8 @@ from tests.testing.planting import (
 )
 
 _give_back = Ledger._give_back
+_granted = PrefixReuse.granted
+_wanted = PrefixReuse.wanted
 
 
 def _freed_while_written_to(self: Ledger, transfer: Any, fault: Any) -> None:
@@ -49,6 +52,18 @@ def _still_scheduled(self: Ledger, transfer: Any, fault: Any) -> None:
     running = dict(self.scheduler._running)
     _give_back(self, transfer, fault)
     self.scheduler._running = running
+
+
+def _kept_at_once(self: PrefixReuse, transfer: Any, holding: Any, cached: int) -> None:
+    _granted(self, transfer, holding, cached)
+    names = [each.hash for each in transfer.prefill.request.block_hashes]
+    self._cache.add(names, holding.blocks[: len(names)])
+
+
+def _found_and_wanted(self: PrefixReuse, transfer: Any) -> tuple[tuple[int, int], ...]:
+    # Of a prompt that is there to its end D wants the last block again.
+    start, count = (*_wanted(self, transfer), (transfer.cached_tokens // BLOCK - 1, 1))[0]
+    return ((0, start + count),)
 
 
 def _lease_kept(self: Ledger, transfer: Any) -> None:
@@ -171,6 +186,10 @@ DECODE = [
         _freed_while_written_to,
     ),
     Planted("quarantine never ends", Ledger, "stopped_writing", nothing),
+    Planted(
+        "what is granted is found before it has come", PrefixReuse, "granted", _kept_at_once, ALIKE
+    ),
+    Planted("what D has is written again", PrefixReuse, "wanted", _found_and_wanted, ALIKE),
     Planted("the blocks of an ended transfer are kept", Ledger, "_give_back", _blocks_kept),
     Planted("the engine runs what has ended", Ledger, "_give_back", _still_scheduled),
     Planted("the client is not told of an end", Ledger, "_end_client", nothing),

@@ -11,8 +11,11 @@ from pd_grpc.protocol.faults import Reason
 from pd_grpc.protocol.refs import TransferKey
 from pd_grpc.testing.explore import explore, replay, walk
 from pd_grpc.testing.explorer.client_process import ClientProcess
+from pd_grpc.testing.explorer.decode_process import DecodeProcess
+from pd_grpc.testing.explorer.prefill_process import PrefillProcess
 from pd_grpc.testing.explorer.report import Report
 from pd_grpc.testing.explorer.scenario import (
+    ALIKE,
     DIRECT,
     FULL,
     ONE_DECODE,
@@ -38,12 +41,29 @@ def test_one_request_goes_well_in_every_order_without_a_fault() -> None:
     assert report.states > 10_000
 
 
-@pytest.mark.parametrize("scenario", [SMALL, DIRECT, ONE_DECODE, TWO_DECODES, FULL[0], *RECOVERY])
+@pytest.mark.parametrize(
+    "scenario", [SMALL, DIRECT, ONE_DECODE, TWO_DECODES, ALIKE, FULL[0], *RECOVERY]
+)
 def test_nothing_goes_wrong_in_a_short_search_with_faults(scenario: Scenario) -> None:
     report = explore(states=8_000, scenarios=[scenario], most_faults=2)
 
     is_clean(report)
     assert report.states >= 8_000
+
+
+def test_prompts_that_begin_alike_are_served_from_what_is_kept() -> None:
+    """By P, by D and by both, on walks on which neither is lost with its cache."""
+    scenario = replace(ALIKE, faults=("lose", "repeat", "stall", "corrupt", "leave"))
+    found = set()
+    for seed in range(40):
+        walked = walk(scenario, seed)
+        assert not walked.found, walked
+        world, state, _ = replay(scenario, walked.moves)
+        p, d = world.process(state, "p1"), world.process(state, "d1")
+        assert isinstance(p, PrefillProcess) and isinstance(d, DecodeProcess)
+        caches = {"p": p.machine.cache, "d": d.machine.ledger.cache}
+        found |= {name for name, cache in caches.items() if cache.found_blocks}
+    assert found == {"p", "d"}
 
 
 def test_nothing_goes_wrong_on_random_walks() -> None:

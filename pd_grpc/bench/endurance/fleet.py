@@ -95,7 +95,9 @@ class Fleet:
         names += [("decode", f"d{i}") for i in range(plan.decodes)]
         for role, name in names:
             own = plan.prefill_settings if role == "prefill" else plan.decode_settings
-            settings = {"log_level": "error", **plan.settings, **own, "name": name}
+            # Bytes in chunks, for what is harmed are the lines that they go by.
+            usual = {"log_level": "error", "transports": ["inline"]}
+            settings = {**usual, **plan.settings, **own, "name": name}
             self.units[name] = unit = Unit(name, role, settings, {})
             for port in ("endpoint", "bulk")[: 2 if role == "decode" else 1] * plan.links:
                 unit.links[port] = link = Link(owner)

@@ -92,7 +92,7 @@ class DecodeProcess(ReceivingProcess):
         if self.plan is not None:
             steps.append("step")
         steps += self._posted() + ["goodbye"] * self.drained
-        settled = not (steps or ledger.transfers or ledger._quarantine or self.streams)
+        settled = not (steps or ledger.transfers or len(ledger.quarantine) or self.streams)
         facts = tuple(
             (
                 t.key,
@@ -116,7 +116,7 @@ class DecodeProcess(ReceivingProcess):
         """See `Process.left_over`."""
         ledger = self.machine.ledger
         found = [f"{t.key} is {t.state.name}" for t in ledger.transfers.values()]
-        if self.pool.counts()[BlockState.FREE] != self.pool.total:
+        if self.pool.free != self.pool.total:
             found.append(f"blocks {self.pool.holdings()}")
         if ledger.calls or self.clients or self.unary:
             found.append(f"calls {ledger.calls}, {self.clients}, {self.unary}")
@@ -338,14 +338,14 @@ class DecodeProcess(ReceivingProcess):
             key = self.keys[grant_id]
             for i, token in enumerate(chunk.token_ids):
                 tag = Tag(number_of(key), key.attempt, chunk.start + i, token)
-                self.memory.store(chunk.block_table, tag)
+                self._store(chunk.block_table, tag)
             stored = self.memory.tokens(chunk.block_table, chunk.start + len(chunk.token_ids), key)
             prefilled.append(None if chunk.sample is None else Sampled(next_token(stored)))
         decoded = []
         for grant_id, slot in zip(plan.decode_grants, plan.decode, strict=True):
             key = self.keys[grant_id]
             tag = Tag(number_of(key), key.attempt, slot.position, slot.token_id)
-            self.memory.store(slot.block_table, tag)
+            self._store(slot.block_table, tag)
             stored = self.memory.tokens(slot.block_table, slot.position + 1, key)
             decoded.append(Sampled(next_token(stored)))
         self.keys.clear()
@@ -355,6 +355,7 @@ class DecodeProcess(ReceivingProcess):
 
     def _check(self) -> None:
         self.pool.check()
+        self.machine.ledger.cache.check()
         ledger = self.machine.ledger
         self._check_drain(t.key for t in ledger.transfers.values())
         for transfer in ledger.transfers.values():
@@ -378,22 +379,22 @@ class DecodeProcess(ReceivingProcess):
         if {s: n for s, n in ledger.counts.items() if n and not s.terminal} != live:
             self._wrong("conservation", f"transfers are counted as {ledger.counts}")
         known = {id(t.holding) for t in ledger.transfers.values() if t.holding is not None}
-        kept = {id(holding) for holding, _ in ledger._quarantine.values()}
+        kept = {id(holding) for holding in ledger.quarantine.holdings()}
         if {id(holding) for holding in self.pool.holdings()} != known | kept:
             self._wrong("conservation", f"nobody has {self.pool.holdings()}")
-        writing = {grant: g.blocks for grant, g in self.receiver._grants.items()}
-        for grant, blocks in writing.items():
-            if not self._may_write(grant, blocks):
+        if any(self.pool.state_of(b) is BlockState.QUARANTINED for b in self.pool.kept()):
+            self._wrong("what may be found is not written to", f"{self.pool.holdings()}")
+        for grant, g in self.receiver._grants.items():
+            if not self._may_write(grant, {b for at, n in g.wanted for b in g.blocks[at : at + n]}):
                 self._wrong("no block is free while it may be written to", grant)
 
-    def _may_write(self, grant: str, blocks: tuple[int, ...]) -> bool:
+    def _may_write(self, grant: str, blocks: set[int]) -> bool:
         """Whether the blocks that a shard would write to are still those of its grant."""
         ledger = self.machine.ledger
         transfer = ledger.transfers.get(grant)
         if transfer is not None:
             if transfer.kv_complete or transfer.holding is None:
                 return True  # What is verified is never written again.
-            return tuple(transfer.holding.blocks[: len(blocks)]) == blocks
-        if grant in ledger._quarantine:
-            return tuple(ledger._quarantine[grant][0].blocks[: len(blocks)]) == blocks
-        return not self.receiver._grants[grant].missing
+            return blocks <= set(transfer.holding.blocks[transfer.kept_blocks :])
+        kept = ledger.quarantine.holding(grant)
+        return blocks <= set(kept.blocks) if kept else not self.receiver._grants[grant].missing

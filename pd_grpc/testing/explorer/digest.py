@@ -21,10 +21,12 @@ from google.protobuf.message import Message as Proto
 from pydantic import BaseModel
 
 from pd_grpc.blocks.pool import BlockPool, Holding
+from pd_grpc.blocks.prefix_cache import PrefixCache
 from pd_grpc.decode.sessions import Offer
 from pd_grpc.decode.transfer import Ended
 from pd_grpc.engine.sim_tokenizer import SimTokenizer
 from pd_grpc.prefill.validation import ModelLimits
+from pd_grpc.protocol.block_hashes import BlockChain
 from pd_grpc.protocol.faults import Fault, TransportFault
 from pd_grpc.protocol.layout import KvLayout
 from pd_grpc.protocol.serving_times import ServingTimesByPeer
@@ -47,6 +49,8 @@ _FOR_PEOPLE = frozenset(
         "created",
         "prompt_digest",
         "computed_from",
+        "asked_blocks",
+        "found_blocks",
         "granted_at",
     }
 )
@@ -59,6 +63,7 @@ _CONSTANT = (
     KvLayout,
     ModelLimits,
     Offer,
+    BlockChain,
     ServingTimesByPeer,
     SimTokenizer,
     Random,
@@ -157,6 +162,14 @@ class _Walk:
         self.parts.append("P")
         for block in value._free:
             self.block(block)
+        self.parts.append("C")
+        for block in value._cached:
+            self.block(block)
+
+    def cache(self, value: PrefixCache) -> None:
+        for name, block in value._block_of.items():
+            self.parts.append(name.hex())
+            self.block(block)
 
     def holding(self, value: Holding) -> None:
         self.parts.append(f"H{value.state.name},{value.released}[")
@@ -215,6 +228,7 @@ _VISITORS: dict[type, Callable[[_Walk, Any], None]] = {
     Timers: _Walk.timers,
     Tombstones: _Walk.tombstones,
     BlockPool: _Walk.pool,
+    PrefixCache: _Walk.cache,
     Holding: _Walk.holding,
     TagMemory: _Walk.memory,
     Counter: _Walk.mapping,

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from pd_grpc.blocks.pool import BlockPool
 from pd_grpc.protocol.refs import TransferKey
-from pd_grpc.testing.explorer.kv import TagMemory
+from pd_grpc.testing.explorer.kv import BLOCK, Tag, TagMemory
 from pd_grpc.testing.explorer.process import Process
 from pd_grpc.testing.explorer.wire import ANSWER, CANCEL, Interned, Message
 
@@ -18,11 +18,19 @@ class EngineProcess(Process):
     """Either loop hears what the other has posted when its turn comes, in order. Where they are not
     `fine` both have heard everything before anything else happens."""
 
-    def __init__(self, name: str, epoch: int, ids: Interned, num_blocks: int, fine: bool) -> None:
+    def __init__(
+        self,
+        name: str,
+        epoch: int,
+        ids: Interned,
+        num_blocks: int,
+        fine: bool,
+        shared: bool = False,
+    ) -> None:
         super().__init__(name, epoch, ids)
         self.fine = fine
         self.pool = BlockPool(num_blocks)
-        self.memory = TagMemory(num_blocks)
+        self.memory = TagMemory(num_blocks, shared)
         self.to_bulk: deque[Any] = deque()
         self.news: deque[Any] = deque()
         self.kept: frozenset[TransferKey] | None = None
@@ -32,6 +40,17 @@ class EngineProcess(Process):
         self.watchers: set[int] = set()
         """The health watches of routers."""
         self._said_to_serve = True
+
+    def _store(self, table: Sequence[int], tag: Tag) -> None:
+        """The engine writes the KV of one token."""
+        self._check_written(table[tag.position // BLOCK : tag.position // BLOCK + 1])
+        self.memory.store(table, tag)
+
+    def _check_written(self, blocks: Iterable[int]) -> None:
+        """See that nobody writes to blocks that others may find."""
+        found = self.pool.kept() & set(blocks)
+        if found:
+            self._wrong("a shared block is never written", f"blocks {sorted(found)}")
 
     def _asked_by_router(self, call: int, message: Message) -> bool:
         """Whether a call is one of those that a router finds out with who takes requests."""

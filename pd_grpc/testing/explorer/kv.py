@@ -80,8 +80,14 @@ def limits(num_blocks: int) -> ModelLimits:
 class TagMemory:
     """The memory of a pool: KvMemory, block by block."""
 
-    def __init__(self, num_blocks: int) -> None:
+    def __init__(self, num_blocks: int, shared: bool = False) -> None:
+        """`shared` KV may be read by another transfer than wrote it, for equal tokens."""
         self.cells: list[bytes] = [bytes(BLOCK_BYTES)] * num_blocks
+        self.shared = shared
+
+    @property
+    def shared_fd(self) -> None:
+        """Nobody else writes to it."""
 
     @property
     def num_blocks(self) -> int:
@@ -115,11 +121,12 @@ class TagMemory:
 
     def tokens(self, table: Sequence[int], count: int, key: TransferKey) -> list[int]:
         """The first `count` tokens of a transfer as its KV has them. WrongKv where it is not all
-        that transfer's own."""
+        that transfer's own, or where it is shared that of nobody at this position."""
         found = []
         for position in range(count):
             tag = self.tag(table, position)
-            if tag[:3] != (number_of(key), key.attempt, position):
+            own = (tag.transfer, tag.attempt) == (number_of(key), key.attempt)
+            if tag.position != position or not (own or (self.shared and tag.transfer)):
                 raise WrongKv(f"{key} reads {tag} at position {position}")
             found.append(tag.token)
         return found

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from pd_grpc.blocks.pool import BlockState
 from pd_grpc.engine.base import Sampled
 from pd_grpc.prefill import actions as act
 from pd_grpc.prefill import events as ev
@@ -76,7 +75,7 @@ class PrefillProcess(SendingProcess):
         found += [f"{len(self.machine.placement.releases)} releases"] * bool(
             len(self.machine.placement.releases)
         )
-        if self.pool.counts()[BlockState.FREE] != self.pool.total:
+        if self.pool.free != self.pool.total:
             found.append(f"blocks {self.pool.holdings()}")
         pool = self.machine.placement.pool
         if pool.in_flight or pool.granted or self.calls or self.sendings:
@@ -216,7 +215,7 @@ class PrefillProcess(SendingProcess):
         for key, chunk in zip(run.keys, run.chunks, strict=True):
             for i, token in enumerate(chunk.token_ids):
                 tag = Tag(number_of(key), key.attempt, chunk.start + i, token)
-                self.memory.store(chunk.block_table, tag)
+                self._store(chunk.block_table, tag)
             end = chunk.start + len(chunk.token_ids)
             computed.append((key, end))
             stored = self.memory.tokens(chunk.block_table, end, key)
@@ -311,6 +310,7 @@ class PrefillProcess(SendingProcess):
 
     def _check(self) -> None:
         self.pool.check()
+        self.machine.cache.check()
         requests = self.machine.requests
         self._check_drain(requests.in_flight)
         for key, record in requests.in_flight.items():

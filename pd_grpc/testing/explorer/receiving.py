@@ -20,7 +20,7 @@ class ReceivingProcess(EngineProcess):
     def __init__(
         self, name: str, epoch: int, ids: Interned, config: DecodeConfig, fine: bool
     ) -> None:
-        super().__init__(name, epoch, ids, config.num_blocks, fine)
+        super().__init__(name, epoch, ids, config.num_blocks, fine, shared=config.prefix_cache > 0)
         self.config = config
         self.streams: set[int] = set()
         self.receiver = Receiver(config, LAYOUT, self.memory, epoch)
@@ -47,6 +47,8 @@ class ReceivingProcess(EngineProcess):
     def _bulk(self, action: act.ToReceiver) -> None:
         match action:
             case act.OpenReceive(grant_id, key, owner, blocks, wanted):
+                for start, count in wanted:
+                    self._check_written(blocks[start : start + count])
                 self._receive(self.receiver.open_grant(grant_id, key, owner, blocks, wanted))
             case act.CloseReceive(grant_id, fault):
                 self._receive(self.receiver.close_grant(grant_id, fault, self.now))

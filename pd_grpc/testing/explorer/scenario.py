@@ -64,6 +64,9 @@ class Scenario:
     recovery: bool = False
     """Whether routers watch the instances, and try a request elsewhere."""
 
+    prefix_cache: float = 0.0
+    """Of every P and D. Above 0 all prompts begin alike, and KV may be another transfer's."""
+
     polling: bool = False
     """Whether the processes are those of `polling` instead of ours."""
 
@@ -95,6 +98,7 @@ class Scenario:
             num_blocks=self.prefill_blocks,
             chunk_tokens=self.chunk_tokens,
             prefill_batch=2,
+            prefix_cache=self.prefix_cache,
             **TIMES,
         )
 
@@ -105,6 +109,7 @@ class Scenario:
             block_size=BLOCK,
             num_blocks=self.decode_blocks,
             chunk_tokens=self.chunk_tokens,
+            prefix_cache=self.prefix_cache,
             **TIMES,
         )
 
@@ -124,7 +129,8 @@ class Scenario:
                 first, *others = (decodes[d] for d in request[1])
                 pairing = Pairing(prefills[request[0]], first, tuple(others))
             length = self.prompts[i % len(self.prompts)]
-            prompt = tuple(20 * (i + 1) + token for token in range(length))
+            lowest = 20 if self.prefix_cache else 20 * (i + 1)
+            prompt = tuple(lowest + token for token in range(length))
             assert pairing.prefill is not None
             prefill_load.charge(pairing.prefill.endpoint, length)
             decode_load.charge(pairing.decode.endpoint, length + self.max_tokens)
@@ -144,6 +150,19 @@ TWO_DECODES = Scenario(prefills=1, decodes=2, requests=((0, (0, 1)), (0, (1,))))
 
 ONE_DECODE = Scenario(prefills=2, decodes=1, requests=((0, (0,)), (1, (0,))))
 """Two Ps before one D, whose blocks are enough for one request at a time."""
+
+ALIKE = Scenario(
+    prefills=1,
+    decodes=1,
+    requests=((0, (0,)), (0, (0,))),
+    prompts=(4, 5),
+    max_tokens=3,
+    prefill_blocks=8,
+    decode_blocks=6,
+    prefix_cache=1.0,
+    fine=False,
+)
+"""Two requests that begin alike, one of each, and pools that keep what they have seen."""
 
 FULL = (
     Scenario(fine=False),

@@ -34,7 +34,7 @@ class SendingProcess(EngineProcess):
     def __init__(
         self, name: str, epoch: int, ids: Interned, config: PrefillConfig, fine: bool
     ) -> None:
-        super().__init__(name, epoch, ids, config.num_blocks, fine)
+        super().__init__(name, epoch, ids, config.num_blocks, fine, shared=config.prefix_cache > 0)
         self.config = config
         self.sendings: dict[tuple[TransferKey, int], Sending] = {}
 

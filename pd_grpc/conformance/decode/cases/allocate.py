@@ -17,7 +17,7 @@ from pd_grpc.protocol.messages import INLINE, duration, seconds
 from pd_grpc.v1 import decode_pb2, sampling_pb2, types_pb2
 
 
-@case(200, "Logical blocks D wants; what is missing here D holds already.")
+@case(200, "Logical blocks D wants;")
 async def every_block_of_a_cold_prompt(d: DecodeHand) -> None:
     """Prompts never sent before, of lengths around whole blocks: every block is wanted."""
     d.needs_blocks(4)
@@ -248,7 +248,7 @@ async def no_kv_needed_when_the_pool_is_full(d: DecodeHand) -> None:
     waiting.cancel()
 
 
-@case(218, "Chain hashes of the prompt's whole blocks; empty means no prefix reuse.")
+@case(218, "Where it has kept KV of the same name it wants these blocks no more:")
 async def block_hashes_of_an_unknown_prompt(d: DecodeHand) -> None:
     """Hashes of blocks that D has never seen bring nothing: every block is wanted."""
     p = await d.prefill()

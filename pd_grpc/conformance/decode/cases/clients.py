@@ -164,7 +164,7 @@ async def the_aggregated_mode(d: DecodeHand) -> None:
     await h.completes()
 
 
-@case(612, "Token counts of one request, equal in aggregated and disaggregated mode.")
+@case(612, "Those of prompt and answer are equal in aggregated and disaggregated mode.")
 async def usage_in_the_aggregated_mode(d: DecodeHand) -> None:
     """The last message of either mode has the same counts."""
     await _prefills_itself(d)

@@ -17,7 +17,7 @@ from pd_grpc.conformance.sampling_values import (
 from pd_grpc.protocol.faults import Reason
 
 
-@case(700, "All of it is reserved in v1.")
+@case(700, "All of it but cache_salt is reserved in v1.")
 async def scope_in_allocate(d: DecodeHand) -> None:
     """Allocate with each field of scope in turn is refused by its name; no block is used."""
     p = await d.prefill()

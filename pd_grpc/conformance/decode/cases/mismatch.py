@@ -15,9 +15,9 @@ from pd_grpc.protocol.messages import prompt_digest
 from pd_grpc.v1 import sampling_pb2, types_pb2
 
 BOTH = (
-    "D compares prompt length, digest, sampling (with defaults filled in) and"
-    " max_new_tokens of Allocate with those of Generate, whichever comes later; a difference"
-    " fails both with HANDOFF_MISMATCH, which names the part."
+    "D compares prompt length, digest, sampling (with defaults filled in), max_new_tokens,"
+    " cache_salt and block_hashes of Allocate with those of Generate, whichever comes later; a"
+    " difference fails both with HANDOFF_MISMATCH, which names the part."
 )
 
 

@@ -112,7 +112,7 @@ async def reserved_sampling_fields(p: PrefillHand) -> None:
     await p.call(neutral, d).handed_off()
 
 
-@case(709, "All of it is reserved in v1.")
+@case(709, "All of it but cache_salt is reserved in v1.")
 async def reserved_scope_fields(p: PrefillHand) -> None:
     """Each field of scope is refused by name, and its neutral value is taken."""
     for path, scope in reserved_scopes():

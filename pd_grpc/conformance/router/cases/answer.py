@@ -64,7 +64,7 @@ async def a_last_message_without_tokens(r: RouterHand) -> None:
     expect_equal(one.client.last.finish_reason, types_pb2.FINISH_REASON_STOP, "finish_reason")
 
 
-@case(304, "Token counts of one request, equal in aggregated and disaggregated mode.")
+@case(304, "Those of prompt and answer are equal in aggregated and disaggregated mode.")
 async def usage_is_what_decode_counted(r: RouterHand) -> None:
     """The last message has D's usage."""
     one = await r.routed()

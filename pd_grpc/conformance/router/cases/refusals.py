@@ -159,7 +159,7 @@ async def reserved_fields_of_sampling(r: RouterHand) -> None:
         check_feature(fault, path)
 
 
-@case(143, "Reserved fields of the request.")
+@case(143, "Cache salt and reserved fields of the request.")
 async def reserved_fields_of_scope(r: RouterHand) -> None:
     """Each reserved field of the request is refused by its name."""
     for path, scope in reserved_scopes():

@@ -94,7 +94,8 @@ def what_the_client_has_is_shown_again(patch: pytest.MonkeyPatch) -> None:
 @mutant("D467")
 def the_first_token_is_not_counted(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(
-        "pd_grpc.decode.ledger.usage_of", lambda prompt, generated: usage_of(prompt, generated - 1)
+        "pd_grpc.decode.ledger.usage_of",
+        lambda prompt, generated, spared: usage_of(prompt, generated - 1, spared),
     )
 
 

@@ -94,7 +94,7 @@ def an_unknown_transport_is_too_much(patch: pytest.MonkeyPatch) -> None:
 
 @mutant("D128")
 def a_transport_must_be_spelt_out(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(sessions, "INLINE", frozenset({layout_pb2.TRANSPORT_INLINE}))
+    patch.setattr(sessions, "plain_transport", lambda transport: transport)
 
 
 def _patched(patch: pytest.MonkeyPatch, change: Callable[[Any], object]) -> None:

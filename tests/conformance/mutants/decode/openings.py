@@ -21,13 +21,13 @@ def before_check(patch: pytest.MonkeyPatch, field: str, value: Any) -> None:
     """Take `field` of open for something else before it is checked."""
     right = transfer_checks.check_open
 
-    def wrong(message: Any, decode_epoch: int, layout: KvLayout) -> None:
+    def wrong(message: Any, decode_epoch: int, *rest: Any) -> None:
         at = message.ref if field == "decode_epoch" else message
         if field == "sender":
             at.ClearField(field)
         else:
             setattr(at, field, decode_epoch if value is None else value)
-        right(message, decode_epoch, layout)
+        right(message, decode_epoch, *rest)
 
     patch.setattr("pd_grpc.decode.receiver.check_open", wrong)
 
@@ -60,9 +60,9 @@ def misname(patch: pytest.MonkeyPatch, path: str, name: str) -> None:
     """Call a field that needs what is not built by another name than its path."""
     right = transfer_checks.check_open
 
-    def wrong(message: Any, decode_epoch: int, layout: KvLayout) -> None:
+    def wrong(message: Any, decode_epoch: int, *rest: Any) -> None:
         try:
-            right(message, decode_epoch, layout)
+            right(message, decode_epoch, *rest)
         except Fault as fault:
             if fault.metadata.get("feature") == path:
                 raise Fault(fault.reason, fault.message, {"feature": name}) from None

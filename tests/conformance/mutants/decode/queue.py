@@ -7,7 +7,7 @@ import pytest
 from pd_grpc.decode import prefill_desk, reservations, service
 from pd_grpc.decode.ledger import Ledger
 from pd_grpc.decode.prefill_desk import PrefillDesk
-from pd_grpc.decode.reservations import Reservations
+from pd_grpc.decode.reservations import Reservations, _Ask
 from pd_grpc.decode.states import DecodeState
 from pd_grpc.protocol.faults import Fault, Reason
 from tests.conformance.mutants.decode.registry import DECODE_MUTANTS as mutant
@@ -72,8 +72,8 @@ def last_in_first_out(patch: pytest.MonkeyPatch) -> None:
     def next_fitting(self, held_back):  # type: ignore[no-untyped-def]
         if not self._waiting or held_back:
             return None
-        grant_id, blocks = next(reversed(self._waiting.items()))
-        return grant_id if blocks <= self._pool.free else None
+        grant_id, ask = next(reversed(self._waiting.items()))
+        return grant_id if self._cache.has_room(*ask) else None
 
     patch.setattr(Reservations, "next_fitting", next_fitting)
 
@@ -81,7 +81,7 @@ def last_in_first_out(patch: pytest.MonkeyPatch) -> None:
 @mutant("D245")
 def whoever_fits_goes_first(patch: pytest.MonkeyPatch) -> None:
     def next_fitting(self, held_back):  # type: ignore[no-untyped-def]
-        fitting = (g for g, blocks in self._waiting.items() if blocks <= self._pool.free)
+        fitting = (g for g, ask in self._waiting.items() if self._cache.has_room(*ask))
         return next(fitting, None)
 
     patch.setattr(Reservations, "next_fitting", next_fitting)
@@ -91,8 +91,9 @@ def whoever_fits_goes_first(patch: pytest.MonkeyPatch) -> None:
 def newcomers_go_first(patch: pytest.MonkeyPatch) -> None:
     right = Reservations.request
 
-    def request(self, grant_id, blocks, held_back):  # type: ignore[no-untyped-def]
-        return self._try(grant_id, blocks) or right(self, grant_id, blocks, held_back)
+    def request(self, grant_id, blocks, names, held_back):  # type: ignore[no-untyped-def]
+        ask = _Ask(blocks, names)
+        return self._try(grant_id, ask) or right(self, grant_id, blocks, names, held_back)
 
     patch.setattr(Reservations, "request", request)
 

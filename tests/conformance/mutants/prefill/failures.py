@@ -47,9 +47,9 @@ def nothing_is_released(patch: pytest.MonkeyPatch) -> None:
 def releases_without_their_cause(patch: pytest.MonkeyPatch) -> None:
     right = Releases.give_back
 
-    def wrong(self, key, endpoint, session_id, decode_epoch, cause, now):  # type: ignore[no-untyped-def]
+    def wrong(self, key, endpoint, session_id, decode_epoch, cause, now, *stopped):  # type: ignore[no-untyped-def]
         unsaid = Fault(Reason.RELEASED, "released")
-        right(self, key, endpoint, session_id, decode_epoch, unsaid, now)
+        right(self, key, endpoint, session_id, decode_epoch, unsaid, now, *stopped)
 
     patch.setattr(Releases, "give_back", wrong)
 
@@ -58,9 +58,9 @@ def releases_without_their_cause(patch: pytest.MonkeyPatch) -> None:
 def causes_without_metadata(patch: pytest.MonkeyPatch) -> None:
     right = Releases.give_back
 
-    def wrong(self, key, endpoint, session_id, decode_epoch, cause, now):  # type: ignore[no-untyped-def]
+    def wrong(self, key, endpoint, session_id, decode_epoch, cause, now, *stopped):  # type: ignore[no-untyped-def]
         bare = Fault(cause.reason, cause.message)
-        right(self, key, endpoint, session_id, decode_epoch, bare, now)
+        right(self, key, endpoint, session_id, decode_epoch, bare, now, *stopped)
 
     patch.setattr(Releases, "give_back", wrong)
 

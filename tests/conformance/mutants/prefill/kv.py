@@ -13,9 +13,9 @@ from pd_grpc.prefill.handover import Handover
 from pd_grpc.prefill.sender import TransferSender
 from pd_grpc.prefill.sessions import DecodeSession
 from pd_grpc.protocol.faults import Code, TransportFault
-from pd_grpc.transport import inline_sender
+from pd_grpc.transport import inline
 from pd_grpc.transport.base import LayerRun
-from pd_grpc.transport.inline_sender import InlineStream, InlineTransport
+from pd_grpc.transport.inline import InlineStream, InlineTransport
 from pd_grpc.v1 import transfer_pb2
 from tests.conformance.mutants.prefill.registry import PREFILL_MUTANTS as mutant
 
@@ -46,7 +46,7 @@ def opened_is_not_waited_for(patch: pytest.MonkeyPatch) -> None:
 
 @mutant("P303")
 def no_checksum(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(inline_sender, "checksum", lambda pieces: 0)
+    patch.setattr(inline, "checksum", lambda pieces: 0)
 
 
 @mutant("P304")

@@ -7,7 +7,8 @@ from dataclasses import replace
 import pytest
 from google.protobuf.unknown_fields import UnknownFieldSet
 
-from pd_grpc.prefill import grants, machine, sessions, validation
+from pd_grpc.prefill import machine, sessions, validation
+from pd_grpc.prefill.carriers import Carriers
 from pd_grpc.prefill.machine import PrefillMachine
 from pd_grpc.prefill.sessions import DecodeSession
 from pd_grpc.protocol.faults import Fault, Reason
@@ -64,7 +65,7 @@ def a_transport_must_be_named(patch: pytest.MonkeyPatch) -> None:
 
 @mutant("P808")
 def a_grant_must_name_its_transport(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(grants, "INLINE", frozenset({layout_pb2.TRANSPORT_INLINE}))
+    patch.setattr(Carriers, "has", lambda self, transport: transport in self.offered)
 
 
 @mutant("P805", max_message_bytes=1 << 20)

@@ -15,7 +15,7 @@ from pd_grpc.protocol import rpc
 from pd_grpc.protocol.faults import Code, Fault, Reason, TransportFault
 from pd_grpc.protocol.layout import GroupKind, KvGroup, KvLayout, Plane, PlaneKind
 from pd_grpc.transport.base import Slab
-from pd_grpc.transport.inline_sender import InlineTransport
+from pd_grpc.transport.inline import InlineTransport
 from pd_grpc.v1 import transfer_pb2, transfer_pb2_grpc, types_pb2
 from tests.waiting import until
 

@@ -1,35 +1,31 @@
-"""P's half of the inline transport: KV as bytes inside the chunks of a Transfer stream."""
+"""P's half of a Transfer call, whatever its chunks carry."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+from abc import abstractmethod
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import grpc.aio
 
-from pd_grpc.engine.base import KvMemory
 from pd_grpc.protocol import rpc
 from pd_grpc.protocol.faults import Code, Fault, TransportFault
 from pd_grpc.transport.base import SendStream, SendTransport, Slab, StreamListener
-from pd_grpc.transport.chunk_codec import (
-    TRANSFER_METHOD,
-    OutgoingChunk,
-    checksum,
-    serialize_request,
-)
+from pd_grpc.transport.chunk_codec import TRANSFER_METHOD, OutgoingChunk, serialize_request
 from pd_grpc.v1 import transfer_pb2
 
 LAST_WORD_S = 1.0
 """How long the status of a call that has ended may still be on its way."""
 
+TransferCall: TypeAlias = grpc.aio.StreamStreamCall[bytes, transfer_pb2.TransferResponse]
 
-class InlineTransport(SendTransport):
+
+class CallTransport(SendTransport):
     """Streams to any endpoint, one connection for each. To be used on one loop."""
 
-    def __init__(self, memory: KvMemory, make_channel: Callable[[str], grpc.aio.Channel]) -> None:
-        self._memory = memory
+    def __init__(self, make_channel: Callable[[str], grpc.aio.Channel]) -> None:
         self._make_channel = make_channel
         self._channels: dict[str, grpc.aio.Channel] = {}
         self._closing: set[asyncio.Task[None]] = set()
@@ -53,7 +49,17 @@ class InlineTransport(SendTransport):
             response_deserializer=transfer_pb2.TransferResponse.FromString,
         )
         call = transfer(timeout=timeout_s, metadata=tuple(metadata))
-        return InlineStream(call, message, listener, self._memory)
+        return self._stream(endpoint, call, message, listener)
+
+    @abstractmethod
+    def _stream(
+        self,
+        endpoint: str,
+        call: TransferCall,
+        message: transfer_pb2.TransferOpen,
+        listener: StreamListener,
+    ) -> SendStream:
+        """The stream over a call that has begun."""
 
     def forget(self, endpoint: str) -> None:
         """Close the connection, if there is one."""
@@ -70,19 +76,14 @@ class InlineTransport(SendTransport):
         await asyncio.gather(*self._closing)
 
 
-class InlineStream(SendStream):
+class CallStream(SendStream):
     """One Transfer call."""
 
     def __init__(
-        self,
-        call: grpc.aio.StreamStreamCall[bytes, transfer_pb2.TransferResponse],
-        message: transfer_pb2.TransferOpen,
-        listener: StreamListener,
-        memory: KvMemory,
+        self, call: TransferCall, message: transfer_pb2.TransferOpen, listener: StreamListener
     ) -> None:
         self._call = call
         self._listener = listener
-        self._memory = memory
         self._ended = False
         self._last_word = _LastWord(call)
         self._reader = asyncio.create_task(self._converse(message), name="pd-transfer")
@@ -91,16 +92,14 @@ class InlineStream(SendStream):
         """See `SendStream.write`."""
         if self._ended:
             return False
-        pieces = self._memory.read(blocks, slab.group, slab.layer, slab.layers)
-        header = transfer_pb2.KvChunk(
-            group=slab.group,
-            layer_start=slab.layer,
-            layer_count=slab.layers,
-            block_start=slab.block,
-            block_count=slab.blocks,
-            crc32c=checksum(pieces),
-        )
-        return await self._send(OutgoingChunk(header, pieces))
+        return await self._send(self._chunk(slab, blocks))
+
+    @abstractmethod
+    def _chunk(self, slab: Slab, blocks: Sequence[int]) -> OutgoingChunk:
+        """The chunk that carries a slab, or says where it was written."""
+
+    def _take_target(self, opened: transfer_pb2.TransferOpened) -> None:
+        """D has answered. Fault when its answer cannot be used."""
 
     async def end(self, chunks: int, payload_bytes: int) -> bool:
         """See `SendStream.end`."""
@@ -154,6 +153,13 @@ class InlineStream(SendStream):
         kind = response.WhichOneof("message")
         if kind == "opened":
             opened = response.opened
+            try:
+                self._take_target(opened)
+            except Fault as fault:
+                self._ended = True
+                self._call.cancel()
+                self._listener.broken(fault)
+                return
             self._listener.opened(_slabs(opened.verified), opened.window_bytes)
         elif kind == "ack":
             self._listener.acked(_slabs(response.ack.ranges), response.ack.accepted_bytes)
