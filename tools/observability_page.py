@@ -199,13 +199,14 @@ def cost() -> str:
         rows.append(tuple(cells))
     before, after = (run["load_average"][when][0] for when in ("before", "after"))
     spans, lost = run["spans_per_request"], run["spans_lost"]
+    cores = run["machine"]["cores"]
     heads = "variant | what | throughput over `off` | CPU of `off` over it"
     return "\n".join(
         (
             table(heads, rows),
             "",
-            f"{spans:.0f} spans a request, {lost} lost; {run['machine']['cores']} cores, load {before:.1f} "
-            f"before and {after:.1f} after.",
+            f"{spans:.0f} spans a request, {lost} lost; {cores} cores, load {before:.1f} before and "
+            f"{after:.1f} after.",
         )
     )
 
