@@ -205,8 +205,8 @@ def cost() -> str:
         (
             table(heads, rows),
             "",
-            f"{spans:.0f} spans a request, {lost} lost; {cores} cores, load {before:.1f} before and "
-            f"{after:.1f} after.",
+            f"{spans:.0f} spans a request, {lost} lost; {cores} cores, load {before:.1f} before "
+            f"and {after:.1f} after.",
         )
     )
 
