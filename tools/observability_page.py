@@ -20,8 +20,8 @@ MEANINGS: Mapping[str, tuple[str, str]] = {
         "with fewer requests than before: they fail earlier, see `pd.refusals`",
     ),
     names.METRIC_BLOCKS: (
-        "`free` low: the pool is the limit; `quarantined`: blocks of senders that have not been "
-        "seen to stop are kept out of use",
+        "`free` low: the pool is the limit; `quarantined`: blocks that a step of the engine, "
+        "or a sender not seen to stop, may still touch",
         "`free` that does not come back when nothing runs: a leak, please report it",
     ),
     names.METRIC_PREFIX_LOOKUP_TOKENS: (
