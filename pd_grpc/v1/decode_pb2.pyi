@@ -58,7 +58,7 @@ class Hello(_message.Message):
     def __init__(self, instance: _Optional[_Union[_types_pb2.Instance, _Mapping]] = ..., decode_name: _Optional[str] = ..., features: _Optional[_Iterable[str]] = ..., layouts: _Optional[_Iterable[_Union[_layout_pb2.KvLayout, _Mapping]]] = ..., transports: _Optional[_Iterable[_Union[_layout_pb2.Transport, str]]] = ..., shards: _Optional[_Iterable[_Union[_layout_pb2.Shard, _Mapping]]] = ..., hash_algorithm: _Optional[str] = ...) -> None: ...
 
 class Welcome(_message.Message):
-    __slots__ = ("instance", "session_id", "features", "layout", "transport", "shards", "lease", "grace", "heartbeat", "grant_needs_client", "first_token_by_decode", "max_model_len", "kv_progress", "first_token", "attach", "tombstone")
+    __slots__ = ("instance", "session_id", "features", "layout", "transport", "shards", "lease", "grace", "heartbeat", "grant_needs_client", "first_token_by_decode", "max_model_len", "kv_progress", "first_token", "attach", "tombstone", "kv_format")
     INSTANCE_FIELD_NUMBER: _ClassVar[int]
     SESSION_ID_FIELD_NUMBER: _ClassVar[int]
     FEATURES_FIELD_NUMBER: _ClassVar[int]
@@ -75,6 +75,7 @@ class Welcome(_message.Message):
     FIRST_TOKEN_FIELD_NUMBER: _ClassVar[int]
     ATTACH_FIELD_NUMBER: _ClassVar[int]
     TOMBSTONE_FIELD_NUMBER: _ClassVar[int]
+    KV_FORMAT_FIELD_NUMBER: _ClassVar[int]
     instance: _types_pb2.Instance
     session_id: str
     features: _containers.RepeatedScalarFieldContainer[str]
@@ -91,7 +92,8 @@ class Welcome(_message.Message):
     first_token: _duration_pb2.Duration
     attach: _duration_pb2.Duration
     tombstone: _duration_pb2.Duration
-    def __init__(self, instance: _Optional[_Union[_types_pb2.Instance, _Mapping]] = ..., session_id: _Optional[str] = ..., features: _Optional[_Iterable[str]] = ..., layout: _Optional[_Union[_layout_pb2.KvLayout, _Mapping]] = ..., transport: _Optional[_Union[_layout_pb2.Transport, str]] = ..., shards: _Optional[_Iterable[_Union[_layout_pb2.Shard, _Mapping]]] = ..., lease: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., grace: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., heartbeat: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., grant_needs_client: bool = ..., first_token_by_decode: bool = ..., max_model_len: _Optional[int] = ..., kv_progress: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., first_token: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., attach: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., tombstone: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ...) -> None: ...
+    kv_format: str
+    def __init__(self, instance: _Optional[_Union[_types_pb2.Instance, _Mapping]] = ..., session_id: _Optional[str] = ..., features: _Optional[_Iterable[str]] = ..., layout: _Optional[_Union[_layout_pb2.KvLayout, _Mapping]] = ..., transport: _Optional[_Union[_layout_pb2.Transport, str]] = ..., shards: _Optional[_Iterable[_Union[_layout_pb2.Shard, _Mapping]]] = ..., lease: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., grace: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., heartbeat: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., grant_needs_client: bool = ..., first_token_by_decode: bool = ..., max_model_len: _Optional[int] = ..., kv_progress: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., first_token: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., attach: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., tombstone: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., kv_format: _Optional[str] = ...) -> None: ...
 
 class Heartbeat(_message.Message):
     __slots__ = ("sequence", "grant_ids")
@@ -184,20 +186,22 @@ class AllocateRequest(_message.Message):
     def __init__(self, session_id: _Optional[str] = ..., ref: _Optional[_Union[_types_pb2.TransferRef, _Mapping]] = ..., prompt_tokens: _Optional[int] = ..., max_new_tokens: _Optional[int] = ..., prompt_digest: _Optional[bytes] = ..., sampling: _Optional[_Union[_sampling_pb2.SamplingParams, _Mapping]] = ..., block_hashes: _Optional[_Iterable[_Union[BlockHash, _Mapping]]] = ..., max_wait: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., budget: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., kv_needed: bool = ..., scope: _Optional[_Union[_sampling_pb2.RequestScope, _Mapping]] = ..., request_id: _Optional[str] = ...) -> None: ...
 
 class AllocateResponse(_message.Message):
-    __slots__ = ("grant_id", "wanted", "cached_tokens", "shards", "transport", "lease")
+    __slots__ = ("grant_id", "wanted", "cached_tokens", "shards", "transport", "kv_format", "lease")
     GRANT_ID_FIELD_NUMBER: _ClassVar[int]
     WANTED_FIELD_NUMBER: _ClassVar[int]
     CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     SHARDS_FIELD_NUMBER: _ClassVar[int]
     TRANSPORT_FIELD_NUMBER: _ClassVar[int]
+    KV_FORMAT_FIELD_NUMBER: _ClassVar[int]
     LEASE_FIELD_NUMBER: _ClassVar[int]
     grant_id: str
     wanted: _containers.RepeatedCompositeFieldContainer[_types_pb2.BlockRange]
     cached_tokens: int
     shards: _containers.RepeatedCompositeFieldContainer[_layout_pb2.Shard]
     transport: _layout_pb2.Transport
+    kv_format: str
     lease: _duration_pb2.Duration
-    def __init__(self, grant_id: _Optional[str] = ..., wanted: _Optional[_Iterable[_Union[_types_pb2.BlockRange, _Mapping]]] = ..., cached_tokens: _Optional[int] = ..., shards: _Optional[_Iterable[_Union[_layout_pb2.Shard, _Mapping]]] = ..., transport: _Optional[_Union[_layout_pb2.Transport, str]] = ..., lease: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ...) -> None: ...
+    def __init__(self, grant_id: _Optional[str] = ..., wanted: _Optional[_Iterable[_Union[_types_pb2.BlockRange, _Mapping]]] = ..., cached_tokens: _Optional[int] = ..., shards: _Optional[_Iterable[_Union[_layout_pb2.Shard, _Mapping]]] = ..., transport: _Optional[_Union[_layout_pb2.Transport, str]] = ..., kv_format: _Optional[str] = ..., lease: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ...) -> None: ...
 
 class FirstToken(_message.Message):
     __slots__ = ("token_id", "logprobs", "finish_reason", "sibling")

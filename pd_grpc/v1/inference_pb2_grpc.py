@@ -71,6 +71,11 @@ class InferenceServiceServicer(object):
         transfer_id and a greater attempt. The legs of the attempt before are cancelled. Tokens that the
         client has go along as generated_token_ids, and the answer goes on behind them.
 
+        Where sampling.n asks for several choices, each has two legs of its own, and is tried elsewhere
+        for itself. A router may hold the others back until the first one has been handed over, for its
+        KV of the prompt is then theirs too. A choice that fails for good ends the request, and the legs
+        of the others are cancelled: no choice is missing from an answer that ends with OK.
+
         ALREADY_EXISTS with DUPLICATE_REQUEST while the same request_id is in flight, or of a hand-over
         with DUPLICATE_TRANSFER while the same ref has a client; the first is unharmed. On D a
         hand-over that has ended is answered with its end, or ABORTED with RELEASED where that had no

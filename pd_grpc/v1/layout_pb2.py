@@ -24,19 +24,19 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17pd_grpc/v1/layout.proto\x12\npd_grpc.v1\"u\n\x08KvLayout\x12\r\n\x05model\x18\x01 \x01(\t\x12\x11\n\tpositions\x18\x02 \x01(\t\x12\x12\n\nblock_size\x18\x03 \x01(\r\x12#\n\x06groups\x18\x04 \x03(\x0b\x32\x13.pd_grpc.v1.KvGroup\x12\x0e\n\x06\x66ormat\x18\x05 \x01(\t\"s\n\x07KvGroup\x12%\n\x04kind\x18\x01 \x01(\x0e\x32\x17.pd_grpc.v1.KvGroupKind\x12\x0e\n\x06layers\x18\x02 \x01(\r\x12\x0e\n\x06window\x18\x03 \x01(\r\x12!\n\x06planes\x18\x04 \x03(\x0b\x32\x11.pd_grpc.v1.Plane\"\\\n\x05Plane\x12#\n\x04kind\x18\x01 \x01(\x0e\x32\x15.pd_grpc.v1.PlaneKind\x12\r\n\x05\x64type\x18\x02 \x01(\t\x12\r\n\x05heads\x18\x03 \x01(\r\x12\x10\n\x08head_dim\x18\x04 \x01(\r\"\x8f\x02\n\x05Shard\x12\x10\n\x08\x65ndpoint\x18\x01 \x01(\t\x12\x0f\n\x07tp_rank\x18\x02 \x01(\r\x12\x0f\n\x07tp_size\x18\x03 \x01(\r\x12\x0f\n\x07pp_rank\x18\x04 \x01(\r\x12\x0f\n\x07pp_size\x18\x05 \x01(\r\x12\x0f\n\x07\x63p_rank\x18\x06 \x01(\r\x12\x0f\n\x07\x63p_size\x18\x07 \x01(\r\x12\x0f\n\x07\x64p_rank\x18\x08 \x01(\r\x12\x0f\n\x07\x64p_size\x18\t \x01(\r\x12\x13\n\x0blayer_start\x18\n \x01(\r\x12\x13\n\x0blayer_count\x18\x0b \x01(\r\x12\x12\n\nhead_start\x18\x0c \x01(\r\x12\x12\n\nhead_count\x18\r \x01(\r\x12\x1a\n\x12transport_metadata\x18\x0e \x01(\x0c\"W\n\x10MemoryDescriptor\x12#\n\x04kind\x18\x01 \x01(\x0e\x32\x15.pd_grpc.v1.Transport\x12\x0e\n\x06\x64\x65vice\x18\x02 \x01(\r\x12\x0e\n\x06handle\x18\x03 \x01(\x0c*\xc4\x01\n\x0bKvGroupKind\x12\x1d\n\x19KV_GROUP_KIND_UNSPECIFIED\x10\x00\x12\x16\n\x12KV_GROUP_KIND_FULL\x10\x01\x12\x19\n\x15KV_GROUP_KIND_SLIDING\x10\x02\x12\x18\n\x14KV_GROUP_KIND_LATENT\x10\x03\x12\x17\n\x13KV_GROUP_KIND_STATE\x10\x04\x12\x17\n\x13KV_GROUP_KIND_DRAFT\x10\x05\x12\x17\n\x13KV_GROUP_KIND_INDEX\x10\x06*\x8e\x01\n\tPlaneKind\x12\x1a\n\x16PLANE_KIND_UNSPECIFIED\x10\x00\x12\x10\n\x0cPLANE_KIND_K\x10\x01\x12\x10\n\x0cPLANE_KIND_V\x10\x02\x12\x15\n\x11PLANE_KIND_LATENT\x10\x03\x12\x14\n\x10PLANE_KIND_SCALE\x10\x04\x12\x14\n\x10PLANE_KIND_STATE\x10\x05*c\n\tTransport\x12\x19\n\x15TRANSPORT_UNSPECIFIED\x10\x00\x12\x14\n\x10TRANSPORT_INLINE\x10\x01\x12\x11\n\rTRANSPORT_SHM\x10\x02\x12\x12\n\x0eTRANSPORT_NIXL\x10\x03\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17pd_grpc/v1/layout.proto\x12\npd_grpc.v1\"u\n\x08KvLayout\x12\r\n\x05model\x18\x01 \x01(\t\x12\x11\n\tpositions\x18\x02 \x01(\t\x12\x12\n\nblock_size\x18\x03 \x01(\r\x12#\n\x06groups\x18\x04 \x03(\x0b\x32\x13.pd_grpc.v1.KvGroup\x12\x0e\n\x06\x66ormat\x18\x05 \x01(\t\"s\n\x07KvGroup\x12%\n\x04kind\x18\x01 \x01(\x0e\x32\x17.pd_grpc.v1.KvGroupKind\x12\x0e\n\x06layers\x18\x02 \x01(\r\x12\x0e\n\x06window\x18\x03 \x01(\r\x12!\n\x06planes\x18\x04 \x03(\x0b\x32\x11.pd_grpc.v1.Plane\"\\\n\x05Plane\x12#\n\x04kind\x18\x01 \x01(\x0e\x32\x15.pd_grpc.v1.PlaneKind\x12\r\n\x05\x64type\x18\x02 \x01(\t\x12\r\n\x05heads\x18\x03 \x01(\r\x12\x10\n\x08head_dim\x18\x04 \x01(\r\"\x8f\x02\n\x05Shard\x12\x10\n\x08\x65ndpoint\x18\x01 \x01(\t\x12\x0f\n\x07tp_rank\x18\x02 \x01(\r\x12\x0f\n\x07tp_size\x18\x03 \x01(\r\x12\x0f\n\x07pp_rank\x18\x04 \x01(\r\x12\x0f\n\x07pp_size\x18\x05 \x01(\r\x12\x0f\n\x07\x63p_rank\x18\x06 \x01(\r\x12\x0f\n\x07\x63p_size\x18\x07 \x01(\r\x12\x0f\n\x07\x64p_rank\x18\x08 \x01(\r\x12\x0f\n\x07\x64p_size\x18\t \x01(\r\x12\x13\n\x0blayer_start\x18\n \x01(\r\x12\x13\n\x0blayer_count\x18\x0b \x01(\r\x12\x12\n\nhead_start\x18\x0c \x01(\r\x12\x12\n\nhead_count\x18\r \x01(\r\x12\x1a\n\x12transport_metadata\x18\x0e \x01(\x0c\"Z\n\x06KvPart\x12\x13\n\x0blayer_start\x18\x01 \x01(\r\x12\x13\n\x0blayer_count\x18\x02 \x01(\r\x12\x12\n\nhead_start\x18\x03 \x01(\r\x12\x12\n\nhead_count\x18\x04 \x01(\r\"W\n\x10MemoryDescriptor\x12#\n\x04kind\x18\x01 \x01(\x0e\x32\x15.pd_grpc.v1.Transport\x12\x0e\n\x06\x64\x65vice\x18\x02 \x01(\r\x12\x0e\n\x06handle\x18\x03 \x01(\x0c*\xc4\x01\n\x0bKvGroupKind\x12\x1d\n\x19KV_GROUP_KIND_UNSPECIFIED\x10\x00\x12\x16\n\x12KV_GROUP_KIND_FULL\x10\x01\x12\x19\n\x15KV_GROUP_KIND_SLIDING\x10\x02\x12\x18\n\x14KV_GROUP_KIND_LATENT\x10\x03\x12\x17\n\x13KV_GROUP_KIND_STATE\x10\x04\x12\x17\n\x13KV_GROUP_KIND_DRAFT\x10\x05\x12\x17\n\x13KV_GROUP_KIND_INDEX\x10\x06*\x8e\x01\n\tPlaneKind\x12\x1a\n\x16PLANE_KIND_UNSPECIFIED\x10\x00\x12\x10\n\x0cPLANE_KIND_K\x10\x01\x12\x10\n\x0cPLANE_KIND_V\x10\x02\x12\x15\n\x11PLANE_KIND_LATENT\x10\x03\x12\x14\n\x10PLANE_KIND_SCALE\x10\x04\x12\x14\n\x10PLANE_KIND_STATE\x10\x05*c\n\tTransport\x12\x19\n\x15TRANSPORT_UNSPECIFIED\x10\x00\x12\x14\n\x10TRANSPORT_INLINE\x10\x01\x12\x11\n\rTRANSPORT_SHM\x10\x02\x12\x12\n\x0eTRANSPORT_NIXL\x10\x03\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'pd_grpc.v1.layout_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_KVGROUPKIND']._serialized_start=733
-  _globals['_KVGROUPKIND']._serialized_end=929
-  _globals['_PLANEKIND']._serialized_start=932
-  _globals['_PLANEKIND']._serialized_end=1074
-  _globals['_TRANSPORT']._serialized_start=1076
-  _globals['_TRANSPORT']._serialized_end=1175
+  _globals['_KVGROUPKIND']._serialized_start=825
+  _globals['_KVGROUPKIND']._serialized_end=1021
+  _globals['_PLANEKIND']._serialized_start=1024
+  _globals['_PLANEKIND']._serialized_end=1166
+  _globals['_TRANSPORT']._serialized_start=1168
+  _globals['_TRANSPORT']._serialized_end=1267
   _globals['_KVLAYOUT']._serialized_start=39
   _globals['_KVLAYOUT']._serialized_end=156
   _globals['_KVGROUP']._serialized_start=158
@@ -45,6 +45,8 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_PLANE']._serialized_end=367
   _globals['_SHARD']._serialized_start=370
   _globals['_SHARD']._serialized_end=641
-  _globals['_MEMORYDESCRIPTOR']._serialized_start=643
-  _globals['_MEMORYDESCRIPTOR']._serialized_end=730
+  _globals['_KVPART']._serialized_start=643
+  _globals['_KVPART']._serialized_end=733
+  _globals['_MEMORYDESCRIPTOR']._serialized_start=735
+  _globals['_MEMORYDESCRIPTOR']._serialized_end=822
 # @@protoc_insertion_point(module_scope)

@@ -120,6 +120,18 @@ class Shard(_message.Message):
     transport_metadata: bytes
     def __init__(self, endpoint: _Optional[str] = ..., tp_rank: _Optional[int] = ..., tp_size: _Optional[int] = ..., pp_rank: _Optional[int] = ..., pp_size: _Optional[int] = ..., cp_rank: _Optional[int] = ..., cp_size: _Optional[int] = ..., dp_rank: _Optional[int] = ..., dp_size: _Optional[int] = ..., layer_start: _Optional[int] = ..., layer_count: _Optional[int] = ..., head_start: _Optional[int] = ..., head_count: _Optional[int] = ..., transport_metadata: _Optional[bytes] = ...) -> None: ...
 
+class KvPart(_message.Message):
+    __slots__ = ("layer_start", "layer_count", "head_start", "head_count")
+    LAYER_START_FIELD_NUMBER: _ClassVar[int]
+    LAYER_COUNT_FIELD_NUMBER: _ClassVar[int]
+    HEAD_START_FIELD_NUMBER: _ClassVar[int]
+    HEAD_COUNT_FIELD_NUMBER: _ClassVar[int]
+    layer_start: int
+    layer_count: int
+    head_start: int
+    head_count: int
+    def __init__(self, layer_start: _Optional[int] = ..., layer_count: _Optional[int] = ..., head_start: _Optional[int] = ..., head_count: _Optional[int] = ...) -> None: ...
+
 class MemoryDescriptor(_message.Message):
     __slots__ = ("kind", "device", "handle")
     KIND_FIELD_NUMBER: _ClassVar[int]

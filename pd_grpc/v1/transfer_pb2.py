@@ -26,7 +26,7 @@ from pd_grpc.v1 import layout_pb2 as pd__grpc_dot_v1_dot_layout__pb2
 from pd_grpc.v1 import types_pb2 as pd__grpc_dot_v1_dot_types__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19pd_grpc/v1/transfer.proto\x12\npd_grpc.v1\x1a\x17pd_grpc/v1/layout.proto\x1a\x16pd_grpc/v1/types.proto\"\x94\x01\n\x0fTransferRequest\x12(\n\x04open\x18\x01 \x01(\x0b\x32\x18.pd_grpc.v1.TransferOpenH\x00\x12$\n\x05\x63hunk\x18\x02 \x01(\x0b\x32\x13.pd_grpc.v1.KvChunkH\x00\x12&\n\x03\x65nd\x18\x03 \x01(\x0b\x32\x17.pd_grpc.v1.TransferEndH\x00\x42\t\n\x07message\"\xa7\x01\n\x10TransferResponse\x12,\n\x06opened\x18\x01 \x01(\x0b\x32\x1a.pd_grpc.v1.TransferOpenedH\x00\x12&\n\x03\x61\x63k\x18\x02 \x01(\x0b\x32\x17.pd_grpc.v1.TransferAckH\x00\x12\x32\n\tcompleted\x18\x03 \x01(\x0b\x32\x1d.pd_grpc.v1.TransferCompletedH\x00\x42\t\n\x07message\"\xbc\x01\n\x0cTransferOpen\x12\x12\n\nsession_id\x18\x01 \x01(\t\x12$\n\x03ref\x18\x02 \x01(\x0b\x32\x17.pd_grpc.v1.TransferRef\x12\x10\n\x08grant_id\x18\x03 \x01(\t\x12(\n\ttransport\x18\x04 \x01(\x0e\x32\x15.pd_grpc.v1.Transport\x12!\n\x06sender\x18\x05 \x01(\x0b\x32\x11.pd_grpc.v1.Shard\x12\x13\n\x0bshard_index\x18\x06 \x01(\r\"\xbf\x01\n\x07KvChunk\x12\r\n\x05group\x18\x01 \x01(\r\x12\x13\n\x0blayer_start\x18\x02 \x01(\r\x12\x13\n\x0blayer_count\x18\x03 \x01(\r\x12\x13\n\x0b\x62lock_start\x18\x04 \x01(\r\x12\x13\n\x0b\x62lock_count\x18\x05 \x01(\r\x12\x0e\n\x06\x63rc32c\x18\x06 \x01(\x07\x12\x30\n\ndescriptor\x18\x07 \x01(\x0b\x32\x1c.pd_grpc.v1.MemoryDescriptor\x12\x0f\n\x07payload\x18\x0f \x01(\x0c\",\n\x0bTransferEnd\x12\x0e\n\x06\x63hunks\x18\x01 \x01(\x04\x12\r\n\x05\x62ytes\x18\x02 \x01(\x04\"l\n\x07KvRange\x12\r\n\x05group\x18\x01 \x01(\r\x12\x13\n\x0blayer_start\x18\x02 \x01(\r\x12\x13\n\x0blayer_count\x18\x03 \x01(\r\x12\x13\n\x0b\x62lock_start\x18\x04 \x01(\r\x12\x13\n\x0b\x62lock_count\x18\x05 \x01(\r\"\x8a\x01\n\x0eTransferOpened\x12%\n\x08verified\x18\x01 \x03(\x0b\x32\x13.pd_grpc.v1.KvRange\x12\x14\n\x0cwindow_bytes\x18\x02 \x01(\x04\x12,\n\x06target\x18\x03 \x01(\x0b\x32\x1c.pd_grpc.v1.MemoryDescriptor\x12\r\n\x05\x61udit\x18\x04 \x01(\x08\"J\n\x0bTransferAck\x12#\n\x06ranges\x18\x01 \x03(\x0b\x32\x13.pd_grpc.v1.KvRange\x12\x16\n\x0e\x61\x63\x63\x65pted_bytes\x18\x02 \x01(\x04\"2\n\x11TransferCompleted\x12\x0e\n\x06\x63hunks\x18\x01 \x01(\x04\x12\r\n\x05\x62ytes\x18\x02 \x01(\x04\x32\\\n\x0fTransferService\x12I\n\x08Transfer\x12\x1b.pd_grpc.v1.TransferRequest\x1a\x1c.pd_grpc.v1.TransferResponse(\x01\x30\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19pd_grpc/v1/transfer.proto\x12\npd_grpc.v1\x1a\x17pd_grpc/v1/layout.proto\x1a\x16pd_grpc/v1/types.proto\"\x94\x01\n\x0fTransferRequest\x12(\n\x04open\x18\x01 \x01(\x0b\x32\x18.pd_grpc.v1.TransferOpenH\x00\x12$\n\x05\x63hunk\x18\x02 \x01(\x0b\x32\x13.pd_grpc.v1.KvChunkH\x00\x12&\n\x03\x65nd\x18\x03 \x01(\x0b\x32\x17.pd_grpc.v1.TransferEndH\x00\x42\t\n\x07message\"\xa7\x01\n\x10TransferResponse\x12,\n\x06opened\x18\x01 \x01(\x0b\x32\x1a.pd_grpc.v1.TransferOpenedH\x00\x12&\n\x03\x61\x63k\x18\x02 \x01(\x0b\x32\x17.pd_grpc.v1.TransferAckH\x00\x12\x32\n\tcompleted\x18\x03 \x01(\x0b\x32\x1d.pd_grpc.v1.TransferCompletedH\x00\x42\t\n\x07message\"\xf2\x01\n\x0cTransferOpen\x12\x12\n\nsession_id\x18\x01 \x01(\t\x12$\n\x03ref\x18\x02 \x01(\x0b\x32\x17.pd_grpc.v1.TransferRef\x12\x10\n\x08grant_id\x18\x03 \x01(\t\x12(\n\ttransport\x18\x04 \x01(\x0e\x32\x15.pd_grpc.v1.Transport\x12!\n\x06sender\x18\x05 \x01(\x0b\x32\x11.pd_grpc.v1.Shard\x12\x13\n\x0bshard_index\x18\x06 \x01(\r\x12!\n\x05sends\x18\x07 \x01(\x0b\x32\x12.pd_grpc.v1.KvPart\x12\x11\n\tkv_format\x18\x08 \x01(\t\"\xe7\x01\n\x07KvChunk\x12\r\n\x05group\x18\x01 \x01(\r\x12\x13\n\x0blayer_start\x18\x02 \x01(\r\x12\x13\n\x0blayer_count\x18\x03 \x01(\r\x12\x13\n\x0b\x62lock_start\x18\x04 \x01(\r\x12\x13\n\x0b\x62lock_count\x18\x05 \x01(\r\x12\x0e\n\x06\x63rc32c\x18\x06 \x01(\x07\x12\x30\n\ndescriptor\x18\x07 \x01(\x0b\x32\x1c.pd_grpc.v1.MemoryDescriptor\x12\x12\n\nhead_start\x18\x08 \x01(\r\x12\x12\n\nhead_count\x18\t \x01(\r\x12\x0f\n\x07payload\x18\x0f \x01(\x0c\",\n\x0bTransferEnd\x12\x0e\n\x06\x63hunks\x18\x01 \x01(\x04\x12\r\n\x05\x62ytes\x18\x02 \x01(\x04\"l\n\x07KvRange\x12\r\n\x05group\x18\x01 \x01(\r\x12\x13\n\x0blayer_start\x18\x02 \x01(\r\x12\x13\n\x0blayer_count\x18\x03 \x01(\r\x12\x13\n\x0b\x62lock_start\x18\x04 \x01(\r\x12\x13\n\x0b\x62lock_count\x18\x05 \x01(\r\"\x8a\x01\n\x0eTransferOpened\x12%\n\x08verified\x18\x01 \x03(\x0b\x32\x13.pd_grpc.v1.KvRange\x12\x14\n\x0cwindow_bytes\x18\x02 \x01(\x04\x12,\n\x06target\x18\x03 \x01(\x0b\x32\x1c.pd_grpc.v1.MemoryDescriptor\x12\r\n\x05\x61udit\x18\x04 \x01(\x08\"J\n\x0bTransferAck\x12#\n\x06ranges\x18\x01 \x03(\x0b\x32\x13.pd_grpc.v1.KvRange\x12\x16\n\x0e\x61\x63\x63\x65pted_bytes\x18\x02 \x01(\x04\"2\n\x11TransferCompleted\x12\x0e\n\x06\x63hunks\x18\x01 \x01(\x04\x12\r\n\x05\x62ytes\x18\x02 \x01(\x04\x32\\\n\x0fTransferService\x12I\n\x08Transfer\x12\x1b.pd_grpc.v1.TransferRequest\x1a\x1c.pd_grpc.v1.TransferResponse(\x01\x30\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -38,19 +38,19 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_TRANSFERRESPONSE']._serialized_start=242
   _globals['_TRANSFERRESPONSE']._serialized_end=409
   _globals['_TRANSFEROPEN']._serialized_start=412
-  _globals['_TRANSFEROPEN']._serialized_end=600
-  _globals['_KVCHUNK']._serialized_start=603
-  _globals['_KVCHUNK']._serialized_end=794
-  _globals['_TRANSFEREND']._serialized_start=796
-  _globals['_TRANSFEREND']._serialized_end=840
-  _globals['_KVRANGE']._serialized_start=842
-  _globals['_KVRANGE']._serialized_end=950
-  _globals['_TRANSFEROPENED']._serialized_start=953
-  _globals['_TRANSFEROPENED']._serialized_end=1091
-  _globals['_TRANSFERACK']._serialized_start=1093
-  _globals['_TRANSFERACK']._serialized_end=1167
-  _globals['_TRANSFERCOMPLETED']._serialized_start=1169
-  _globals['_TRANSFERCOMPLETED']._serialized_end=1219
-  _globals['_TRANSFERSERVICE']._serialized_start=1221
-  _globals['_TRANSFERSERVICE']._serialized_end=1313
+  _globals['_TRANSFEROPEN']._serialized_end=654
+  _globals['_KVCHUNK']._serialized_start=657
+  _globals['_KVCHUNK']._serialized_end=888
+  _globals['_TRANSFEREND']._serialized_start=890
+  _globals['_TRANSFEREND']._serialized_end=934
+  _globals['_KVRANGE']._serialized_start=936
+  _globals['_KVRANGE']._serialized_end=1044
+  _globals['_TRANSFEROPENED']._serialized_start=1047
+  _globals['_TRANSFEROPENED']._serialized_end=1185
+  _globals['_TRANSFERACK']._serialized_start=1187
+  _globals['_TRANSFERACK']._serialized_end=1261
+  _globals['_TRANSFERCOMPLETED']._serialized_start=1263
+  _globals['_TRANSFERCOMPLETED']._serialized_end=1313
+  _globals['_TRANSFERSERVICE']._serialized_start=1315
+  _globals['_TRANSFERSERVICE']._serialized_end=1407
 # @@protoc_insertion_point(module_scope)

@@ -29,23 +29,27 @@ class TransferResponse(_message.Message):
     def __init__(self, opened: _Optional[_Union[TransferOpened, _Mapping]] = ..., ack: _Optional[_Union[TransferAck, _Mapping]] = ..., completed: _Optional[_Union[TransferCompleted, _Mapping]] = ...) -> None: ...
 
 class TransferOpen(_message.Message):
-    __slots__ = ("session_id", "ref", "grant_id", "transport", "sender", "shard_index")
+    __slots__ = ("session_id", "ref", "grant_id", "transport", "sender", "shard_index", "sends", "kv_format")
     SESSION_ID_FIELD_NUMBER: _ClassVar[int]
     REF_FIELD_NUMBER: _ClassVar[int]
     GRANT_ID_FIELD_NUMBER: _ClassVar[int]
     TRANSPORT_FIELD_NUMBER: _ClassVar[int]
     SENDER_FIELD_NUMBER: _ClassVar[int]
     SHARD_INDEX_FIELD_NUMBER: _ClassVar[int]
+    SENDS_FIELD_NUMBER: _ClassVar[int]
+    KV_FORMAT_FIELD_NUMBER: _ClassVar[int]
     session_id: str
     ref: _types_pb2.TransferRef
     grant_id: str
     transport: _layout_pb2.Transport
     sender: _layout_pb2.Shard
     shard_index: int
-    def __init__(self, session_id: _Optional[str] = ..., ref: _Optional[_Union[_types_pb2.TransferRef, _Mapping]] = ..., grant_id: _Optional[str] = ..., transport: _Optional[_Union[_layout_pb2.Transport, str]] = ..., sender: _Optional[_Union[_layout_pb2.Shard, _Mapping]] = ..., shard_index: _Optional[int] = ...) -> None: ...
+    sends: _layout_pb2.KvPart
+    kv_format: str
+    def __init__(self, session_id: _Optional[str] = ..., ref: _Optional[_Union[_types_pb2.TransferRef, _Mapping]] = ..., grant_id: _Optional[str] = ..., transport: _Optional[_Union[_layout_pb2.Transport, str]] = ..., sender: _Optional[_Union[_layout_pb2.Shard, _Mapping]] = ..., shard_index: _Optional[int] = ..., sends: _Optional[_Union[_layout_pb2.KvPart, _Mapping]] = ..., kv_format: _Optional[str] = ...) -> None: ...
 
 class KvChunk(_message.Message):
-    __slots__ = ("group", "layer_start", "layer_count", "block_start", "block_count", "crc32c", "descriptor", "payload")
+    __slots__ = ("group", "layer_start", "layer_count", "block_start", "block_count", "crc32c", "descriptor", "head_start", "head_count", "payload")
     GROUP_FIELD_NUMBER: _ClassVar[int]
     LAYER_START_FIELD_NUMBER: _ClassVar[int]
     LAYER_COUNT_FIELD_NUMBER: _ClassVar[int]
@@ -53,6 +57,8 @@ class KvChunk(_message.Message):
     BLOCK_COUNT_FIELD_NUMBER: _ClassVar[int]
     CRC32C_FIELD_NUMBER: _ClassVar[int]
     DESCRIPTOR_FIELD_NUMBER: _ClassVar[int]
+    HEAD_START_FIELD_NUMBER: _ClassVar[int]
+    HEAD_COUNT_FIELD_NUMBER: _ClassVar[int]
     PAYLOAD_FIELD_NUMBER: _ClassVar[int]
     group: int
     layer_start: int
@@ -61,8 +67,10 @@ class KvChunk(_message.Message):
     block_count: int
     crc32c: int
     descriptor: _layout_pb2.MemoryDescriptor
+    head_start: int
+    head_count: int
     payload: bytes
-    def __init__(self, group: _Optional[int] = ..., layer_start: _Optional[int] = ..., layer_count: _Optional[int] = ..., block_start: _Optional[int] = ..., block_count: _Optional[int] = ..., crc32c: _Optional[int] = ..., descriptor: _Optional[_Union[_layout_pb2.MemoryDescriptor, _Mapping]] = ..., payload: _Optional[bytes] = ...) -> None: ...
+    def __init__(self, group: _Optional[int] = ..., layer_start: _Optional[int] = ..., layer_count: _Optional[int] = ..., block_start: _Optional[int] = ..., block_count: _Optional[int] = ..., crc32c: _Optional[int] = ..., descriptor: _Optional[_Union[_layout_pb2.MemoryDescriptor, _Mapping]] = ..., head_start: _Optional[int] = ..., head_count: _Optional[int] = ..., payload: _Optional[bytes] = ...) -> None: ...
 
 class TransferEnd(_message.Message):
     __slots__ = ("chunks", "bytes")

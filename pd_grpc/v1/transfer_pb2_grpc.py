@@ -49,6 +49,8 @@ class TransferServiceServicer(object):
     def Transfer(self, request_iterator, context):
         """Moves the KV of one grant to one shard. P sends open, waits for opened, then sends any number
         of chunks in any order, and end; D answers opened, acks as ranges are verified, and completed.
+        What is wanted is wanted of every group: all layers and planes, and of a SLIDING group the
+        blocks before its window as well.
         D acknowledges a range only when it is written and verified. Only end completes a stream, for a
         killed peer, a cancel and a half-close look the same to a reader: a stream that stops without
         it may be reopened while the grant lives, and opened then lists what D has. A half-close without
@@ -57,6 +59,14 @@ class TransferServiceServicer(object):
         Welcome.kv_progress; RESOURCE_EXHAUSTED with QUEUE_FULL when too many are. P opens a stream
         that was lost again, and sends only what opened does not list. Grants are received side by
         side, each on a stream of its own.
+
+        Who sends what. A grant has one stream for each pair of a shard of P and a shard of D that hold
+        some layer and head in common, to the shard of D, and TransferOpen.sends names the layers and
+        heads that come on it. Together the streams to one shard bring each layer and head that it holds
+        once: where several shards of P hold the same, P chooses the one that sends it, and may choose
+        another for another shard of D; the rest send nothing there, but open and end all the same. A
+        shard is complete when every stream to it has ended, and the KV of a grant when all its shards
+        are. What one shard finds wrong fails the transfer on all of them.
 
         An accepted chunk renews the grant. An identical range again is acknowledged, not refused; what
         is verified already is not written a second time, and a chunk that brings nothing new renews
@@ -68,15 +78,19 @@ class TransferServiceServicer(object):
         (the one before the newest is still taken, for a stream may cross with a new session), with
         STALE_EPOCH when the ref means another process of D; PERMISSION_DENIED with NOT_OWNER for the
         grant of another prefill or transfer; UNIMPLEMENTED with FEATURE for another transport than
-        INLINE or a sender that is one of several; FAILED_PRECONDITION with WRONG_STATE for a chunk or
-        end before opened.
+        INLINE or the grant's; FAILED_PRECONDITION with WRONG_STATE for a chunk or end before opened.
+        BAD_REQUEST, too: for a sender that is none of P's shards as the session of the grant had them;
+        for one that has nothing in common with this shard; for sends beyond what both hold; for sends
+        that overlaps what another stream of the grant brings; for sends unlike that of an earlier
+        stream of the same two shards.
 
         While it runs, and then the transfer fails with it: DATA_LOSS with KV_CORRUPT for a wrong
-        checksum; INVALID_ARGUMENT with BAD_REQUEST for a range out of bounds, a payload of another
-        size than its range, more bytes than the window, an end whose sums are wrong or that comes
-        before every wanted range has; UNIMPLEMENTED with FEATURE for a descriptor in place of bytes;
-        FAILED_PRECONDITION with WRONG_STATE for a second open. The client hears BAD_REQUEST as
-        INTERNAL, for it is P's.
+        checksum; INVALID_ARGUMENT with BAD_REQUEST for a range out of bounds, a payload of another size
+        than its range, more bytes than the window, an end whose sums are wrong or that comes before
+        every wanted range has; likewise for layers and heads that the stream was not opened for, and for
+        the last end to a shard of which some layer or head came on no stream; UNIMPLEMENTED with FEATURE
+        for a descriptor on an INLINE stream; FAILED_PRECONDITION with WRONG_STATE for a second open. The
+        client hears BAD_REQUEST as INTERNAL, for it is P's.
 
         One-sided transports. A grant that names another transport than INLINE takes streams by that
         one too, and no other. With it P writes into D's memory itself, where opened.target says, and
@@ -87,7 +101,8 @@ class TransferServiceServicer(object):
         grant may always use INLINE instead. Blocks that P may still be writing to are not granted
         again: see ReleaseRequest.writes_stopped.
 
-        ABORTED with SUPERSEDED ends a stream whose grant a newer stream has taken over, and it alone.
+        ABORTED with SUPERSEDED ends a stream that a newer stream of the same two shards has taken over,
+        and it alone.
         A grant that ends closes its stream with the transfer's own end, such as RELEASED, CLIENT_GONE,
         LEASE_EXPIRED, PREFILL_LOST or STAGE_DEADLINE; RELEASED also where the answer was complete
         before the KV was. A grant never heard of, or forgotten since, is NOT_FOUND with
