@@ -224,14 +224,6 @@ class BlockPool:
         self._on_evict = on_evict
         self._evict_surplus()
 
-    def keep_none(self) -> None:
-        """Free what is cached, and unmark what is held. Nobody is told."""
-        self._kept.clear()
-        cached, self._cached = self._cached, OrderedDict()
-        for block in cached:
-            self._free.append(block)
-            self._reclassify(block)
-
     def check(self) -> None:
         """PoolCorrupt unless every block is in exactly one class, the one its holders say, and the
         counts agree. Costs time in the size of the pool."""

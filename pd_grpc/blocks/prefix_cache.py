@@ -89,12 +89,6 @@ class PrefixCache:
             added.append(block)
         self._pool.keep(added)
 
-    def clear(self) -> None:
-        """Forget everything: what nobody holds is free at once, the rest when it is released."""
-        for block in list(self._name_of):
-            self._forget(block)
-        self._pool.keep_none()
-
     def check(self) -> None:
         """AssertionError unless exactly the blocks that it knows are kept by the pool."""
         assert {block: name for name, block in self._block_of.items()} == self._name_of

@@ -9,9 +9,17 @@ from __future__ import annotations
 from importlib.util import find_spec
 from typing import Annotated, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationInfo,
+    field_validator,
+)
 
-from pd_grpc.protocol.endpoints import check_endpoint
+from pd_grpc.protocol.endpoints import MAX_PORT, check_endpoint
 
 MIB = 1 << 20
 
@@ -23,16 +31,29 @@ def _endpoint_or_empty(value: str) -> str:
     return check_endpoint(value) if value else value
 
 
+def _one_or_many(value: object) -> object:
+    """One alone may stand for a list of one, and an empty one for none."""
+    return ((value,) if value else ()) if isinstance(value, str) else value
+
+
+_TRANSPORTS = ("shm", "nixl", "inline")
+"""Ours, to name them where one is asked for that is not there."""
+
+
 def _module_name(value: str) -> str:
     if not value or not all(part.isidentifier() for part in value.split(".")):
-        raise ValueError("must be a transport's name or a module's")
+        raise ValueError(f"must be a transport's name or a module's, not {value!r}")
     module = value if "." in value else f"pd_grpc.transport.{value}"
     try:
         found = find_spec(module) is not None
     except ModuleNotFoundError:
         found = False
     if not found:
-        raise ValueError(f"there is no transport {value}")
+        kind = "module" if "." in value else "transport"
+        raise ValueError(
+            f"must be among {', '.join(_TRANSPORTS)} and Python modules with a dot in their names:"
+            f" there is no {kind} {value}"
+        )
     return value
 
 
@@ -40,8 +61,15 @@ def _listen_or_empty(value: str) -> str:
     return check_endpoint(value, lowest_port=0) if value else value
 
 
+def _shards(info: ValidationInfo) -> int:
+    return int(info.data.get("tp", 1) * info.data.get("pp", 1))
+
+
+SimLayout = Literal["plain", "fp8-scale", "sliding", "sliding-fp8-scale"]
 TransportName = Annotated[str, AfterValidator(_module_name)]
 Endpoint = Annotated[str, AfterValidator(check_endpoint)]
+Endpoints = Annotated[tuple[Endpoint, ...], BeforeValidator(_one_or_many)]
+TransportNames = Annotated[tuple[TransportName, ...], BeforeValidator(_one_or_many)]
 EndpointOrEmpty = Annotated[str, AfterValidator(_endpoint_or_empty)]
 ListenOrEmpty = Annotated[str, AfterValidator(_listen_or_empty)]
 
@@ -117,7 +145,7 @@ class Sizes(_Section):
         8 * MIB,
         ge=4096,
         description="KV bytes a shard lets a sender have unacknowledged, on a stream and, as P"
-        " keeps to it, on all streams to that shard together",
+        " keeps to it, on all streams to that D together",
     )
     allocate_queue: int = Field(1024, ge=1, description="Allocates that may wait for blocks on D")
     client_legs: int = Field(
@@ -143,10 +171,30 @@ class EngineConfig(_Section):
     dtype: Literal["bfloat16", "float32", "float16"] = Field(
         "bfloat16", description="dtype of weights and KV"
     )
-    device: str = Field("cpu", description="torch device")
-    threads: int = Field(0, ge=0, description="torch threads; 0 leaves torch's own default")
+    weight_cache: str = Field(
+        "auto",
+        min_length=1,
+        description="folder for weights converted from GGUF; auto is pd-grpc/weights in"
+        " XDG_CACHE_HOME or ~/.cache, off keeps none",
+    )
+    weight_cache_gib: float = Field(32.0, gt=0, description="most that it may hold, GiB")
+    device: str = Field(
+        "cpu", description="where weights and pool are: cpu, cuda (the first GPU) or cuda:N"
+    )
+    threads: int = Field(
+        0,
+        ge=0,
+        description="torch threads, as many as the server has cores for itself; 0 leaves torch's"
+        " own default, which is all, and has them wait for each other without a core",
+    )
     block_size: int = Field(16, ge=1, le=1024, description="tokens per block")
-    num_blocks: int = Field(1024, ge=2, description="blocks in the pool")
+    num_blocks: int = Field(1024, ge=2, description="blocks in the pool, unless pool_gib is set")
+    pool_gib: float = Field(
+        0.0,
+        ge=0,
+        le=1 << 30,
+        description="GiB of memory for the pool, in place of num_blocks; 0 is unset",
+    )
     max_model_len: int = Field(
         0, ge=0, description="prompt plus output, tokens; 0 is the model's own limit"
     )
@@ -157,10 +205,30 @@ class EngineConfig(_Section):
         description="share of the pool that may keep KV of nobody's for prompts that begin alike;"
         " it makes room whenever blocks are needed. 0 keeps nothing",
     )
+    tp: int = Field(
+        1,
+        ge=1,
+        le=64,
+        description="tensor-parallel ranks, each with its own heads and memory; sim alone has more"
+        " than one",
+    )
+    pp: int = Field(
+        1,
+        ge=1,
+        le=64,
+        description="pipeline-parallel ranks, each with its own layers and memory; sim alone has"
+        " more than one",
+    )
     max_batch: int = Field(32, ge=1, description="requests decoded together")
     prefill_batch: int = Field(8, ge=1, description="requests prefilled together")
     chunk_tokens: int = Field(
-        512, ge=1, description="prompt tokens per prefill step, a multiple of block_size"
+        512, ge=1, description="prompt tokens per step, a multiple of block_size"
+    )
+    step_tokens: int = Field(
+        0,
+        ge=0,
+        description="decode: tokens per step, one for each request that decodes and the rest of"
+        " prompts; 0 is max_batch and two cuts of a prompt, of 128 tokens each",
     )
     sim_time_scale: float = Field(
         0.0, ge=0, description="sim: factor on the step table; 0 takes no time at all"
@@ -168,7 +236,14 @@ class EngineConfig(_Section):
     sim_vocab: int = Field(32000, ge=300, description="sim: size of the vocabulary")
     sim_layers: int = Field(4, ge=1, description="sim: layers")
     sim_heads: int = Field(2, ge=1, description="sim: heads")
-    sim_head_dim: int = Field(8, ge=8, description="sim: bytes per head")
+    sim_head_dim: int = Field(8, ge=8, description="sim: elements per head")
+    sim_layout: SimLayout = Field(
+        "plain", description="sim: with a plane of scales, a sliding group beside the full one"
+    )
+    sim_window: int = Field(64, ge=1, description="sim: window of the sliding group in tokens")
+    sim_format: Literal["canonical", "token-major"] = Field(
+        "canonical", description="sim: order of the bytes that the pool holds of a layer"
+    )
 
     @property
     def shares_pool(self) -> bool:
@@ -225,11 +300,11 @@ class ServerConfig(Timeouts, Sizes, TelemetryConfig):
 class TransportConfig(_Section):
     """How KV goes from P to D."""
 
-    transports: tuple[TransportName, ...] = Field(
+    transports: TransportNames = Field(
         ("shm", "inline"),
         description="ways for KV to move, best first: D takes the first of its own that P has too"
         " and that gets P there; inline is always there as the last. shm is for P and D on one"
-        " host. A name with a dot is a Python module",
+        " host, nixl needs pd-grpc[nixl]. A name with a dot is a Python module",
     )
 
 
@@ -249,22 +324,56 @@ class DecodeConfig(ServerConfig, EngineConfig, TurnConfig, TransportConfig):
 
     @property
     def shares_pool(self) -> bool:
-        """See `EngineConfig.shares_pool`: a P may be going to write to it."""
-        return any(name != "inline" for name in self.transports)
+        """See `EngineConfig.shares_pool`: a P may be going to write to it, if it is only one."""
+        return self.tp * self.pp == 1 and any(name != "inline" for name in self.transports)
 
+    # On two cores with eight transfers coming in, 0 and 10: the p99 of the time between two tokens
+    # 2.8 and 2.4 times that of a D that only decodes: docs/kv.md. At 19 an engine that takes all
+    # cores would leave KV next to nothing.
+    bulk_nice: int = Field(
+        10,
+        ge=0,
+        le=19,
+        description="how much nicer the thread that takes KV in is than its process, so that where"
+        " cores are scarce the engine and small calls come first; Linux",
+    )
     bulk_port: int = Field(
-        0, ge=0, le=65535, description="port of the TransferService shard; 0 takes a free one"
+        0,
+        ge=0,
+        le=65535,
+        description="port of the TransferService shard; of several that of the first, and others"
+        " count on from it; 0 takes free ones",
     )
-    bulk_advertise: EndpointOrEmpty = Field(
-        "", description="host:port of the shard as P reaches it; empty is what it bound"
+    bulk_advertise: Endpoints = Field(
+        (), description="host:port of each shard as P reaches it; empty is what they bound"
     )
+
+    @field_validator("bulk_port")
+    @classmethod
+    def _ports_for_all(cls, value: int, info: ValidationInfo) -> int:
+        more = _shards(info) - 1
+        if value and value + more > MAX_PORT:
+            raise ValueError(f"counts on to {value + more}, and {MAX_PORT} is the last")
+        port = info.data.get("port", 0)
+        if value and value <= port <= value + more:
+            ports = f"{value} to {value + more}" if more else f"{value}"
+            raise ValueError(f"takes {ports}, and {port} is the control port (port)")
+        return value
+
+    @field_validator("bulk_advertise")
+    @classmethod
+    def _one_for_each(cls, value: tuple[str, ...], info: ValidationInfo) -> tuple[str, ...]:
+        shards = _shards(info)
+        if value and len(value) != shards:
+            raise ValueError(f"must name each of {shards} shards, not {len(value)}")
+        return value
 
 
 class RouterConfig(ServerConfig):
     """`pd-grpc serve router`."""
 
-    prefill: tuple[Endpoint, ...] = Field((), description="control endpoints of prefill instances")
-    decode: tuple[Endpoint, ...] = Field((), description="control endpoints of decode instances")
+    prefill: Endpoints = Field((), description="control endpoints of prefill instances")
+    decode: Endpoints = Field((), description="control endpoints of decode instances")
     aggregated: bool = Field(
         False, description="send requests to decode instances alone, which prefill themselves"
     )

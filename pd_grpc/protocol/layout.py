@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass
+from functools import cached_property
 
 CANONICAL = "canonical"
 
@@ -16,7 +17,7 @@ DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "float8_e4m3": 1, "int
 
 
 class GroupKind(enum.Enum):
-    """What attention a group of layers runs. v1 builds FULL; the others are reserved."""
+    """What attention a group of layers runs; those not in BUILT_GROUPS are reserved."""
 
     FULL = 1
     SLIDING = 2
@@ -27,13 +28,17 @@ class GroupKind(enum.Enum):
 
 
 class PlaneKind(enum.Enum):
-    """What a plane holds. v1 builds K and V; the others are reserved."""
+    """What a plane holds; those not in BUILT_PLANES are reserved."""
 
     K = 1
     V = 2
     LATENT = 3
     SCALE = 4
     STATE = 5
+
+
+BUILT_GROUPS = (GroupKind.FULL, GroupKind.SLIDING)
+BUILT_PLANES = (PlaneKind.K, PlaneKind.V, PlaneKind.SCALE)
 
 
 @dataclass(frozen=True)
@@ -55,7 +60,8 @@ class Plane:
 class KvGroup:
     """`layers` consecutive layers that share a shape and an attention kind.
 
-    `window` is the attention window in tokens; 0 for the groups that have none.
+    `window` is the attention window in tokens; 0 for the groups that have none. However short it
+    is, a block has the KV of all its tokens.
     """
 
     kind: GroupKind
@@ -63,9 +69,9 @@ class KvGroup:
     planes: tuple[Plane, ...]
     window: int = 0
 
-    @property
+    @cached_property
     def token_bytes(self) -> int:
-        """Bytes of one token in one layer, all planes."""
+        """Bytes of one token in one layer, all planes. Each chunk asks for it several times."""
         return sum(plane.token_bytes for plane in self.planes)
 
 
@@ -116,10 +122,11 @@ class KvLayout:
         return -(-tokens // self.block_size)
 
     def differences(self, theirs: KvLayout) -> list[Mismatch]:
-        """The fields in which two layouts differ, in reading order; empty when they are equal."""
+        """The fields in which two layouts differ, in reading order; empty when they are equal but
+        for their formats, between which the ends convert."""
         found = [
             Mismatch(name, str(getattr(self, name)), str(getattr(theirs, name)))
-            for name in ("model", "positions", "block_size", "format")
+            for name in ("model", "positions", "block_size")
             if getattr(self, name) != getattr(theirs, name)
         ]
         if len(self.groups) != len(theirs.groups):

@@ -5,14 +5,14 @@ from __future__ import annotations
 import hashlib
 import sys
 from array import array
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from typing import cast
 
 from google.protobuf.duration_pb2 import Duration
 
 from pd_grpc.protocol.block_hashes import SALT_BYTES
 from pd_grpc.protocol.layout import CANONICAL, GroupKind, KvGroup, KvLayout, Plane, PlaneKind
-from pd_grpc.protocol.sampling import FieldError, Sampling
+from pd_grpc.protocol.sampling import FieldError, GrammarKind, Sampling, StructuredOutput
 from pd_grpc.v1 import layout_pb2, sampling_pb2
 
 MAX_DURATION_S = 315_576_000_000
@@ -55,6 +55,12 @@ def sampling_to_proto(s: Sampling) -> sampling_pb2.SamplingParams:
         stop_token_ids=s.stop_token_ids,
         ignore_eos=s.ignore_eos,
         logprobs=s.logprobs,
+        min_p=s.min_p,
+        presence_penalty=s.presence_penalty,
+        frequency_penalty=s.frequency_penalty,
+        repetition_penalty=s.repetition_penalty,
+        logit_bias=dict(s.logit_bias),
+        structured_output=_grammar_to_proto(s.structured_output),
     )
 
 
@@ -71,20 +77,54 @@ def sampling_from_proto(p: sampling_pb2.SamplingParams, default_max_tokens: int 
         stop_token_ids=tuple(p.stop_token_ids),
         ignore_eos=p.ignore_eos,
         logprobs=p.logprobs if p.HasField("logprobs") else None,
+        min_p=p.min_p,
+        presence_penalty=p.presence_penalty,
+        frequency_penalty=p.frequency_penalty,
+        repetition_penalty=p.repetition_penalty if p.HasField("repetition_penalty") else 1.0,
+        logit_bias=tuple(sorted(p.logit_bias.items())),
+        structured_output=grammar_of(p),
     )
 
 
-def unbuilt_sampling(p: sampling_pb2.SamplingParams) -> str | None:
-    """Name of the first reserved sampling field that is in use, if any."""
+def grammar_of(p: sampling_pb2.SamplingParams) -> StructuredOutput | None:
+    """What the answer is to follow; None for nothing."""
+    if not p.HasField("structured_output"):
+        return None
+    kind: str | None = p.structured_output.WhichOneof("grammar")
+    if kind is None:
+        return StructuredOutput(None, "")
+    return StructuredOutput(GrammarKind(kind), getattr(p.structured_output, kind))
+
+
+def _grammar_to_proto(grammar: StructuredOutput | None) -> sampling_pb2.StructuredOutput | None:
+    if grammar is None:
+        return None
+    message = sampling_pb2.StructuredOutput()
+    if grammar.kind is not None:
+        setattr(message, grammar.kind.value, grammar.text)
+    return message
+
+
+def lacking_feature(p: sampling_pb2.SamplingParams, features: Container[str]) -> str | None:
+    """Name of the first sampling field in use that needs a feature which `features` lacks."""
     used = {
+        "logprobs": p.HasField("logprobs"),
         "min_p": p.min_p != 0,
         "presence_penalty": p.presence_penalty != 0,
         "frequency_penalty": p.frequency_penalty != 0,
         "repetition_penalty": p.HasField("repetition_penalty") and p.repetition_penalty != 1,
         "logit_bias": len(p.logit_bias) > 0,
+        "structured_output": p.HasField("structured_output"),
+    }
+    lacking = (name for name, on in used.items() if on and name not in features)
+    return next((f"sampling.{name}" for name in lacking), None)
+
+
+def unbuilt_sampling(p: sampling_pb2.SamplingParams) -> str | None:
+    """Name of the first reserved sampling field that is in use, if any."""
+    used = {
         "n": p.n > 1,
         "prompt_logprobs": p.prompt_logprobs,
-        "structured_output": p.HasField("structured_output"),
     }
     return next((f"sampling.{name}" for name, on in used.items() if on), None)
 

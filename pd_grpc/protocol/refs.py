@@ -24,6 +24,13 @@ class TransferKey(NamedTuple):
     def __str__(self) -> str:
         return f"{self.transfer_id}#{self.attempt}"
 
+    def ref(self, decode_epoch: int = 0) -> types_pb2.TransferRef:
+        """As it goes on the wire, to or of the process of D with this epoch; 0 where none is
+        known."""
+        return types_pb2.TransferRef(
+            transfer_id=self.transfer_id, attempt=self.attempt, decode_epoch=decode_epoch
+        )
+
 
 def key_of(ref: types_pb2.TransferRef) -> TransferKey:
     """The key of a ref."""

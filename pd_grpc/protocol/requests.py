@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -61,15 +62,34 @@ def build_request(
         request.token_ids.SetInParent()
         with _named("token_ids"):
             request.token_ids.ids.extend(token_ids or ())
+    _set_grammar(request, named)
     for name, value in named.items():
         _set(request.sampling, name, value)
     return request
 
 
+def _set_grammar(request: inference_pb2.GenerateRequest, named: dict[str, Any]) -> None:
+    """Take out what the answer is to follow, and set it."""
+    grammars = {name: named.pop(name) for name in ("json_schema", "regex") if name in named}
+    if len(grammars) > 1:
+        raise RequestError("regex", "cannot be given beside json_schema")
+    for name, grammar in grammars.items():
+        allowed = "text or a mapping" if name == "json_schema" else "text"
+        with _named(name):
+            if name == "json_schema" and isinstance(grammar, Mapping):
+                grammar = json.dumps(dict(grammar), ensure_ascii=False)
+            if not isinstance(grammar, str):
+                raise TypeError(f"must be {allowed}, not {type(grammar).__name__}")
+            _set(request.sampling.structured_output, name, grammar)
+
+
 def _set(message: Any, name: str, value: Any) -> None:
-    """Set a field by its name, or extend it with a sequence. RequestError when it cannot be."""
+    """Set a field by its name, or add a sequence or a mapping to it. RequestError when it cannot
+    be."""
     with _named(name, _bounds(message, name, value)):
-        if isinstance(value, Sequence) and not isinstance(value, str | bytes):
+        if isinstance(value, Mapping):
+            getattr(message, name).update(value)
+        elif isinstance(value, Sequence) and not isinstance(value, str | bytes):
             getattr(message, name).extend(value)
         else:
             setattr(message, name, value)

@@ -231,16 +231,6 @@ def test_beyond_the_bound_what_was_cached_longest_is_freed() -> None:
     pool.check()
 
 
-def test_what_is_kept_no_longer_is_free_at_once_or_when_it_is_released(pool: BlockPool) -> None:
-    gone, held = pool.reserve(2), pool.reserve(2)
-    pool.keep(gone.blocks + held.blocks)
-    gone.release()
-    pool.keep_none()
-    assert pool.counts() == only(free=6, reserved=2)
-    held.release()
-    assert pool.counts() == only(free=8)
-
-
 @pytest.mark.parametrize("total", [0, -1])
 def test_a_pool_without_blocks_is_refused(total: int) -> None:
     with pytest.raises(ValueError, match="total"):

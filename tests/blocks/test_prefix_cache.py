@@ -19,6 +19,7 @@ from hypothesis.stateful import (
 
 from pd_grpc.blocks.pool import BlockPool, BlockState, Holding, NoBlocks
 from pd_grpc.blocks.prefix_cache import PrefixCache
+from tests.blocks.emptying import assert_whole
 
 STATE = BlockState.RESERVED
 
@@ -40,16 +41,16 @@ def pool() -> Iterator[BlockPool]:
 
 @pytest.fixture
 def cache(pool: BlockPool) -> Iterator[PrefixCache]:
-    """A cache that, once it is cleared, leaves every block free."""
+    """A cache that, once all is evicted, leaves every block free."""
     cache = PrefixCache(pool, 1.0)
     yield cache
     cache.check()
     for holding in pool.holdings():
         holding.release()
     cache.check()
-    cache.clear()
+    assert_whole(pool)
     cache.check()
-    assert pool.counts()[BlockState.FREE] == pool.total
+    assert len(cache) == 0
 
 
 def put(cache: PrefixCache, text: str) -> list[int]:
@@ -166,19 +167,6 @@ def test_the_share_bounds_what_nobody_holds(pool: BlockPool) -> None:
     cache.check()
 
 
-def test_cleared_it_finds_nothing_and_what_is_held_is_freed_later(
-    cache: PrefixCache, pool: BlockPool
-) -> None:
-    put(cache, "xy")
-    holding, _ = cache.reserve(2, chain("ab"), STATE, "r")
-    cache.add(chain("ab"), holding.blocks)
-    cache.clear()
-    assert cache.find(chain("ab")) == cache.find(chain("xy")) == []
-    assert pool.counts()[BlockState.FREE] == 6
-    holding.release()
-    assert pool.counts()[BlockState.FREE] == 8
-
-
 TEXTS = st.text("ab", max_size=6)
 
 
@@ -243,9 +231,11 @@ class CacheMachine(RuleBasedStateMachine):
         holding.release()
 
     @rule()
-    def clear(self) -> None:
-        self.cache.clear()
-        assert len(self.cache) == 0
+    def crowd_out(self) -> None:
+        """A request takes all that nobody holds, and is gone."""
+        self.pool.reserve(self.pool.free).release()
+        held = {block for holding in self.requests for block in holding.blocks}
+        assert self.pool.kept() <= held
 
     @rule(text=TEXTS)
     def find(self, text: str) -> None:
@@ -264,8 +254,8 @@ class CacheMachine(RuleBasedStateMachine):
         for holding in self.requests:
             holding.release()
         assert self.pool.free == self.TOTAL
-        self.cache.clear()
-        assert self.pool.counts()[BlockState.FREE] == self.TOTAL
+        assert_whole(self.pool)
+        assert len(self.cache) == 0
 
 
 TestCacheMachine = CacheMachine.TestCase

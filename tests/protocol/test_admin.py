@@ -379,7 +379,7 @@ async def test_a_trace_is_that_of_the_instance_and_with_peers_that_of_all(
 ) -> None:
     async def ask(wanted: str, peers: bool = False) -> list[str]:
         request = admin_pb2.GetTraceRequest(id=wanted, peers=peers)
-        return [span.name for span in (await admin.GetTrace(request, timeout=5)).spans]
+        return [span.name for span in (await admin.GetTrace(request, timeout=60)).spans]
 
     assert await ask("t-1") == ["a"]
     # By the beginning; peers are asked by the trace's own id.
@@ -399,15 +399,15 @@ async def test_a_trace_is_that_of_the_instance_and_with_peers_that_of_all(
 async def test_who_asks_for_a_trace_hears_whether_any_is_kept(
     admin: admin_pb2_grpc.AdminServiceStub, instance: Instance
 ) -> None:
-    told = await admin.GetTrace(admin_pb2.GetTraceRequest(id="t-1"), timeout=5)
+    told = await admin.GetTrace(admin_pb2.GetTraceRequest(id="t-1"), timeout=60)
     assert told.traces_kept == 3
     for kept, words in (("3", "the last 3"), ("0", "traces_kept is 0")):
         instance.traces_kept = kept
         with pytest.raises(grpc.aio.AioRpcError) as raised:
-            await admin.GetTrace(admin_pb2.GetTraceRequest(id="nobody"), timeout=5)
+            await admin.GetTrace(admin_pb2.GetTraceRequest(id="nobody"), timeout=60)
         fault = refusal(raised.value)
         assert (fault.reason, fault.metadata["traces_kept"]) == (Reason.UNKNOWN_TRANSFER, kept)
         assert words in fault.message
     # Then what an instance behind it has is all there is.
-    told = await admin.GetTrace(admin_pb2.GetTraceRequest(id="t-2", peers=True), timeout=5)
+    told = await admin.GetTrace(admin_pb2.GetTraceRequest(id="t-2", peers=True), timeout=60)
     assert told.traces_kept == 0 and len(told.spans) == 1

@@ -258,8 +258,8 @@ async def test_each_row_survives_a_call_and_a_stream_of_the_aio_api(
         for reason in Reason:
             servicer.fault = with_everything(reason)
             with pytest.raises(grpc.RpcError) as call:
-                await stub.Drain(admin_pb2.DrainRequest(), timeout=10)
-            stream = stub.WatchTransfers(admin_pb2.WatchTransfersRequest(), timeout=10)
+                await stub.Drain(admin_pb2.DrainRequest(), timeout=60)
+            stream = stub.WatchTransfers(admin_pb2.WatchTransfersRequest(), timeout=60)
             assert await stream.read() == admin_pb2.WatchTransfersResponse()
             with pytest.raises(grpc.RpcError) as streamed:
                 await stream.read()
@@ -286,8 +286,8 @@ def sync_errors(channel: grpc.Channel) -> list[grpc.RpcError]:
     """What a future, and a stream after its first message, fail with."""
     stub = admin_pb2_grpc.AdminServiceStub(channel)
     with pytest.raises(grpc.RpcError) as call:
-        stub.Drain.future(admin_pb2.DrainRequest(), timeout=10).result()
-    responses: Iterator[Any] = stub.WatchTransfers(admin_pb2.WatchTransfersRequest(), timeout=10)
+        stub.Drain.future(admin_pb2.DrainRequest(), timeout=60).result()
+    responses: Iterator[Any] = stub.WatchTransfers(admin_pb2.WatchTransfersRequest(), timeout=60)
     next(responses)
     with pytest.raises(grpc.RpcError) as streamed:
         next(responses)
@@ -345,10 +345,10 @@ async def test_a_peer_that_is_not_there_is_lost_in_both_apis() -> None:
     endpoint = f"127.0.0.1:{port}"
     async with rpc.aio_channel(endpoint, Timeouts(), Sizes()) as aio:
         with pytest.raises(grpc.RpcError) as one:
-            await admin_pb2_grpc.AdminServiceStub(aio).Drain(admin_pb2.DrainRequest(), timeout=10)
+            await admin_pb2_grpc.AdminServiceStub(aio).Drain(admin_pb2.DrainRequest(), timeout=60)
     with rpc.sync_channel(endpoint, Timeouts(), Sizes()) as channel:
         future = admin_pb2_grpc.AdminServiceStub(channel).Drain.future(
-            admin_pb2.DrainRequest(), timeout=10
+            admin_pb2.DrainRequest(), timeout=60
         )
         other = await asyncio.to_thread(future.exception)
     for error in (one.value, other):
@@ -398,5 +398,5 @@ async def test_a_fault_that_was_told_lets_go_of_what_raised_it(
     async with rpc.aio_channel(endpoint, Timeouts(), Sizes()) as channel:
         stub = admin_pb2_grpc.AdminServiceStub(channel)
         with pytest.raises(grpc.RpcError):
-            await stub.Drain(admin_pb2.DrainRequest(), timeout=10)
+            await stub.Drain(admin_pb2.DrainRequest(), timeout=60)
     assert servicer.fault.__traceback__ is None and servicer.fault.__context__ is None

@@ -21,7 +21,7 @@ def test_what_an_embedder_raises_is_internal(caplog: pytest.LogCaptureFixture) -
 
 def test_what_a_call_ends_with_is_read() -> None:
     with grpc.insecure_channel("127.0.0.1:1") as channel, Guard() as guard:
-        channel.unary_unary("/test.Echo/One", bytes, bytes)(b"", timeout=5)
+        channel.unary_unary("/test.Echo/One", bytes, bytes)(b"", timeout=60)
     assert isinstance(guard.fault, TransportFault) and guard.fault.peer_lost
 
 

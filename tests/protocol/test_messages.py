@@ -11,11 +11,13 @@ from google.protobuf.duration_pb2 import Duration
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pd_grpc.conformance.sampling_values import FEATURES
 from pd_grpc.protocol.layout import CANONICAL, GroupKind, KvGroup, KvLayout, Plane, PlaneKind
 from pd_grpc.protocol.messages import (
     INLINE,
     MAX_DURATION_S,
     duration,
+    lacking_feature,
     layout_from_proto,
     layout_to_proto,
     prompt_digest,
@@ -28,7 +30,7 @@ from pd_grpc.protocol.messages import (
     unbuilt_sampling,
     unbuilt_scope,
 )
-from pd_grpc.protocol.sampling import Sampling
+from pd_grpc.protocol.sampling import GrammarKind, Sampling, StructuredOutput
 from pd_grpc.v1 import decode_pb2, layout_pb2, sampling_pb2
 
 samplings = st.builds(
@@ -43,6 +45,16 @@ samplings = st.builds(
     stop_token_ids=st.lists(st.integers(0, 2**32 - 1), max_size=3).map(tuple),
     ignore_eos=st.booleans(),
     logprobs=st.none() | st.integers(-(2**31), 2**31 - 1),
+    min_p=st.floats(allow_nan=False),
+    presence_penalty=st.floats(allow_nan=False),
+    frequency_penalty=st.floats(allow_nan=False),
+    repetition_penalty=st.floats(allow_nan=False),
+    logit_bias=st.dictionaries(
+        st.integers(0, 2**32 - 1), st.floats(allow_nan=False), max_size=3
+    ).map(lambda biases: tuple(sorted(biases.items()))),
+    structured_output=st.none()
+    | st.just(StructuredOutput(None, ""))
+    | st.builds(StructuredOutput, kind=st.sampled_from(GrammarKind), text=st.text()),
 )
 
 
@@ -58,17 +70,37 @@ def test_what_a_client_leaves_out_gets_the_defaults() -> None:
     asked = sampling_pb2.SamplingParams(max_tokens=3, temperature=0.0, top_p=0.0, seed=0)
     read = sampling_from_proto(asked, 64)
     assert (read.max_tokens, read.temperature, read.top_p, read.seed) == (3, 0.0, 0.0, 0)
+    asked = sampling_pb2.SamplingParams(max_tokens=3, repetition_penalty=0.0)
+    assert sampling_from_proto(asked).repetition_penalty == 0.0
+
+
+def test_biases_are_the_same_in_whatever_order_they_come() -> None:
+    there = sampling_pb2.SamplingParams(max_tokens=3, logit_bias={7: 1.0, 2: -1.0})
+    back = sampling_pb2.SamplingParams(max_tokens=3, logit_bias={2: -1.0, 7: 1.0})
+    assert sampling_from_proto(there) == sampling_from_proto(back)
+
+
+@pytest.mark.parametrize(("field", "value"), FEATURES.items())
+def test_a_sampling_field_that_needs_a_feature_is_named_where_it_lacks(
+    field: str, value: Any
+) -> None:
+    params = sampling_pb2.SamplingParams(max_tokens=1, **{field: value})
+    assert lacking_feature(params, ()) == f"sampling.{field}"
+    assert lacking_feature(params, {*FEATURES} - {field}) == f"sampling.{field}"
+    assert lacking_feature(params, [field]) is None
+    assert unbuilt_sampling(params) is None
+
+
+def test_values_that_are_no_numbers_need_the_feature_too() -> None:
+    for field in ("min_p", "presence_penalty", "frequency_penalty", "repetition_penalty"):
+        params = sampling_pb2.SamplingParams(max_tokens=1)
+        setattr(params, field, float("nan"))
+        assert lacking_feature(params, ()) == f"sampling.{field}"
 
 
 RESERVED_SAMPLING: dict[str, Any] = {
-    "min_p": 0.1,
-    "presence_penalty": -0.5,
-    "frequency_penalty": 0.5,
-    "repetition_penalty": 1.1,
-    "logit_bias": {7: -1.0},
     "n": 2,
     "prompt_logprobs": True,
-    "structured_output": sampling_pb2.StructuredOutput(regex="a+"),
 }
 RESERVED_SCOPE: dict[str, Any] = {
     "model": "other",
@@ -101,6 +133,7 @@ def test_a_direction_of_a_later_version_is_named() -> None:
 def test_reserved_fields_at_rest_are_let_pass() -> None:
     at_rest = sampling_pb2.SamplingParams(min_p=0.0, repetition_penalty=1.0, n=1)
     assert unbuilt_sampling(at_rest) is None
+    assert lacking_feature(at_rest, ()) is None
     push = sampling_pb2.RequestScope(siblings=1, direction=sampling_pb2.DIRECTION_PUSH)
     assert unbuilt_scope(push) is None
 

@@ -9,12 +9,14 @@ from typing import Any
 import pytest
 
 from pd_grpc.protocol.sampling import (
+    MAX_BIASED_TOKENS,
     MAX_STOP_STRING_CHARS,
     MAX_STOP_STRINGS,
     MAX_STOP_TOKEN_IDS,
     MAX_TOP_LOGPROBS,
     Sampling,
     sampling_errors,
+    vocabulary_errors,
 )
 
 PLAIN = Sampling(max_tokens=16)
@@ -39,6 +41,13 @@ def wrong_fields(**changes: Any) -> list[str]:
         {"stop_token_ids": (0,) * MAX_STOP_TOKEN_IDS},
         {"logprobs": 0},
         {"logprobs": MAX_TOP_LOGPROBS},
+        {"min_p": 1.0},
+        {"presence_penalty": -2.0, "frequency_penalty": 2.0},
+        {"presence_penalty": 2.0, "frequency_penalty": -2.0},
+        {"repetition_penalty": 5e-324},
+        {"repetition_penalty": 1.7e308},
+        {"logit_bias": ((0, -100.0), (1, 100.0))},
+        {"logit_bias": tuple((i, 1.0) for i in range(MAX_BIASED_TOKENS))},
     ],
 )
 def test_what_lies_within_the_bounds_passes(changes: dict[str, Any]) -> None:
@@ -72,6 +81,17 @@ def test_what_lies_within_the_bounds_passes(changes: dict[str, Any]) -> None:
         ("stop_token_ids", (0,) * (MAX_STOP_TOKEN_IDS + 1)),
         ("logprobs", -1),
         ("logprobs", MAX_TOP_LOGPROBS + 1),
+        ("min_p", -0.1),
+        ("min_p", 1.1),
+        ("min_p", math.nan),
+        *(
+            (f"{kind}_penalty", value)
+            for kind in ("presence", "frequency")
+            for value in (-2.1, 2.1, math.nan, math.inf, -math.inf)
+        ),
+        *(("repetition_penalty", value) for value in (0.0, -1.0, math.nan, math.inf, -math.inf)),
+        *(("logit_bias", ((5, value),)) for value in (-100.1, 100.1, math.nan, math.inf)),
+        ("logit_bias", tuple((i, 1.0) for i in range(MAX_BIASED_TOKENS + 1))),
     ],
 )
 def test_what_lies_outside_is_refused_by_name(field: str, value: Any) -> None:
@@ -92,6 +112,14 @@ def test_every_wrong_field_is_named_with_its_limit() -> None:
     assert "between 0 and 100" in found["request.temperature"]
     assert "at most 1" in found["request.top_p"]
     assert "between 0 and 20" in found["request.logprobs"]
+
+
+def test_a_bias_for_a_token_beyond_the_vocabulary_is_refused_with_the_token() -> None:
+    biased = replace(PLAIN, logit_bias=((99, 1.0), (100, 1.0), (200, 1.0)))
+    (wrong,) = vocabulary_errors(biased, 100)
+    assert wrong.field == "sampling.logit_bias"
+    assert "100 is outside" in wrong.description and "below 100" in wrong.description
+    assert vocabulary_errors(biased, 201) == vocabulary_errors(PLAIN, 1) == []
 
 
 def test_temperature_zero_is_greedy() -> None:

@@ -18,6 +18,7 @@ from pd_grpc.protocol.config import MIB, ServerConfig, Sizes, Timeouts
 from pd_grpc.protocol.faults import Code, Fault, Reason, TransportFault
 from pd_grpc.protocol.serving import ControlServer
 from pd_grpc.v1 import admin_pb2, admin_pb2_grpc
+from tests.waiting import LIMIT_S
 
 SERVICE = "pd_grpc.v1.AdminService"
 SERVING = health_pb2.HealthCheckResponse.SERVING
@@ -271,7 +272,7 @@ async def test_a_watcher_that_has_stopped_reading_does_not_hold_a_stop_for_its_g
     call = stub.WatchTransfers(admin_pb2.WatchTransfersRequest())
     await call.read()
     await work.again.wait()
-    await asyncio.wait_for(server.stop(3600), 20)
+    await asyncio.wait_for(server.stop(3600), LIMIT_S)
     assert (work.cleaned, server.handlers.running) == (1, 0)
 
 
