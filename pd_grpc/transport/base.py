@@ -13,9 +13,10 @@ of its ended transfers are not granted again, unless it says that it has stopped
 
 On P it goes in this order: `open`, then `opened` is heard, any number of `write`s with `acked`
 heard between them, `end`, and `completed` is heard; or `broken`, once, at any time. `close` may
-come at any time, and when it returns the transport reads P's memory no more, and no write of it can
-land in D's: what a one-sided transport fences for, and `inline` has for nothing, since D does the
-writing.
+come at any time, and when it returns the transport reads P's memory no more. Whether a write of it
+can yet land in D's it says besides: what a one-sided transport fences for, and `inline` has for
+nothing, since D does the writing. P never says that it has stopped where that is not known; then D
+keeps the blocks until it has ended the way to them by itself.
 """
 
 from __future__ import annotations
@@ -55,11 +56,12 @@ class LayerRun(NamedTuple):
 
 @dataclass(frozen=True)
 class SendPlan:
-    """What one shard of D is to get from one request.
+    """What one shard of D is to get of one request from one shard of P.
 
     `tokens` are computed in all, `block_table` lists P's physical blocks in logical order, `wanted`
-    the runs of logical blocks (start, count) that D lacks, `layers` the layers the shard holds. The
-    KV of the first `ready` tokens is in P's memory from the beginning.
+    the runs of logical blocks (start, count) that D lacks, `layers` the layers that go to it, each
+    with `heads` of the model's heads; 0 is all. The KV of the first `ready` tokens is in P's memory
+    from the beginning.
     """
 
     tokens: int
@@ -67,6 +69,7 @@ class SendPlan:
     wanted: tuple[tuple[int, int], ...]
     layers: tuple[LayerRun, ...]
     ready: int = 0
+    heads: int = 0
 
 
 class StreamListener(Protocol):
@@ -83,8 +86,8 @@ class StreamListener(Protocol):
     def completed(self) -> None:
         """The shard has everything."""
 
-    def broken(self, fault: Fault | TransportFault) -> None:
-        """The stream has ended otherwise."""
+    def broken(self, fault: Fault | TransportFault, stopped: bool = True) -> None:
+        """The stream has ended otherwise; `stopped` is as for `SendStream.close`."""
 
 
 class SendStream(ABC):
@@ -92,8 +95,9 @@ class SendStream(ABC):
 
     @abstractmethod
     async def write(self, slab: Slab, blocks: Sequence[int]) -> bool:
-        """Send a slab that lies in the physical `blocks`, whose memory is read before anything is
-        waited for. False once the stream has ended; why it has, the listener hears."""
+        """Send a slab that lies in the physical `blocks`, whose memory may be read until the slab
+        is acknowledged, `broken` is heard or `close` has returned. False once the stream has ended;
+        why it has, the listener hears."""
 
     @abstractmethod
     async def end(self, chunks: int, payload_bytes: int) -> bool:
@@ -104,9 +108,10 @@ class SendStream(ABC):
         """After `completed` or `broken`: wait until the stream is gone."""
 
     @abstractmethod
-    async def close(self) -> None:
-        """Stop. When it returns P's memory is not read and D's not written any more, and the
-        listener hears nothing further."""
+    async def close(self) -> bool:
+        """Stop. When it returns, within a bounded time, P's memory is not read any more, and the
+        listener hears nothing further. Whether it has stopped: true when none of its writes can
+        land in D's memory any more, false when that is not known."""
 
 
 class SendTransport(ABC):
@@ -122,6 +127,10 @@ class SendTransport(ABC):
         metadata: Sequence[tuple[str, str]],
     ) -> SendStream:
         """Begin a stream to the shard at `endpoint`; at once, what follows is heard."""
+
+    def slab_bytes(self, chunk_bytes: int) -> int:
+        """The largest slab worth a chunk, where one of `chunk_bytes` is worth being sent."""
+        return chunk_bytes
 
     async def reach(  # noqa: B027 - what goes wherever gRPC goes has nothing to prove
         self, shards: Sequence[layout_pb2.Shard], decode: types_pb2.Instance
@@ -171,6 +180,11 @@ class ReceiveTransport(ABC):
         the physical ones. None when D does the writing."""
         return None
 
+    def window_bytes(self, configured: int) -> int:
+        """What a stream may have unacknowledged, where one whose bytes pile up in memory may have
+        `configured`."""
+        return configured
+
     async def start(self, news: WriterNews) -> None:  # noqa: B027 - inline has nothing to start
         """Begin to take writers in."""
 
@@ -202,6 +216,8 @@ class ReceiveSide:
 
     layout: KvLayout
     memory: KvMemory
+    host: str = "127.0.0.1"
+    """Where the shard listens, for what listens beside it."""
 
 
 @dataclass(frozen=True)

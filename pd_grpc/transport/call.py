@@ -6,6 +6,8 @@ import asyncio
 import contextlib
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, TypeAlias
 
 import grpc.aio
@@ -22,12 +24,21 @@ LAST_WORD_S = 1.0
 TransferCall: TypeAlias = grpc.aio.StreamStreamCall[bytes, transfer_pb2.TransferResponse]
 
 
+@dataclass(eq=False)
+class _Connection:
+    """The way to one endpoint, and who waits for the end of each stream that goes by it."""
+
+    channel: grpc.aio.Channel
+    streams: set[asyncio.Task[None]] = field(default_factory=set)
+
+
 class CallTransport(SendTransport):
     """Streams to any endpoint, one connection for each. To be used on one loop."""
 
     def __init__(self, make_channel: Callable[[str], grpc.aio.Channel]) -> None:
         self._make_channel = make_channel
-        self._channels: dict[str, grpc.aio.Channel] = {}
+        self._connections: dict[str, _Connection] = {}
+        self._forgotten: set[_Connection] = set()
         self._closing: set[asyncio.Task[None]] = set()
 
     def open(
@@ -39,17 +50,22 @@ class CallTransport(SendTransport):
         metadata: Sequence[tuple[str, str]],
     ) -> SendStream:
         """See `SendTransport.open`."""
-        channel = self._channels.get(endpoint)
-        if channel is None:
-            channel = self._channels[endpoint] = self._make_channel(endpoint)
+        connection = self._connections.get(endpoint)
+        if connection is None:
+            connection = _Connection(self._make_channel(endpoint))
+            self._connections[endpoint] = connection
         # Requests come serialized: grpc would do it after a wait, and then the blocks may be gone.
-        transfer: Any = channel.stream_stream(
+        transfer: Any = connection.channel.stream_stream(
             TRANSFER_METHOD,
             request_serializer=None,
             response_deserializer=transfer_pb2.TransferResponse.FromString,
         )
         call = transfer(timeout=timeout_s, metadata=tuple(metadata))
-        return self._stream(endpoint, call, message, listener)
+        stream = self._stream(endpoint, call, message, listener)
+        ending = asyncio.create_task(stream.finished())
+        connection.streams.add(ending)
+        ending.add_done_callback(partial(self._ended, connection))
+        return stream
 
     @abstractmethod
     def _stream(
@@ -62,18 +78,35 @@ class CallTransport(SendTransport):
         """The stream over a call that has begun."""
 
     def forget(self, endpoint: str) -> None:
-        """Close the connection, if there is one."""
-        channel = self._channels.pop(endpoint, None)
-        if channel is not None:
-            task = asyncio.create_task(channel.close(None))
-            self._closing.add(task)
-            task.add_done_callback(self._closing.discard)
+        """Close the connection, if there is one, after its last stream."""
+        connection = self._connections.pop(endpoint, None)
+        if connection is None:
+            return
+        if connection.streams:
+            self._forgotten.add(connection)
+        else:
+            self._close(connection)
 
     async def stop(self) -> None:
         """Close every connection."""
-        for endpoint in list(self._channels):
-            self.forget(endpoint)
-        await asyncio.gather(*self._closing)
+        connections = {*self._connections.values(), *self._forgotten}
+        self._connections.clear()
+        self._forgotten.clear()
+        for connection in connections:
+            self._close(connection)
+        streams = [ending for connection in connections for ending in connection.streams]
+        await asyncio.gather(*self._closing, *streams)
+
+    def _ended(self, connection: _Connection, ending: asyncio.Task[None]) -> None:
+        connection.streams.discard(ending)
+        if connection in self._forgotten and not connection.streams:
+            self._forgotten.discard(connection)
+            self._close(connection)
+
+    def _close(self, connection: _Connection) -> None:
+        task = asyncio.create_task(connection.channel.close(None))
+        self._closing.add(task)
+        task.add_done_callback(self._closing.discard)
 
 
 class CallStream(SendStream):
@@ -98,8 +131,21 @@ class CallStream(SendStream):
     def _chunk(self, slab: Slab, blocks: Sequence[int]) -> OutgoingChunk:
         """The chunk that carries a slab, or says where it was written."""
 
+    async def _begin(self) -> None:
+        """Before the call's first message: get what the stream needs besides. Fault or
+        TransportFault, which break the stream, when that cannot be had."""
+
     def _take_target(self, opened: transfer_pb2.TransferOpened) -> None:
         """D has answered. Fault when its answer cannot be used."""
+
+    async def _settle(self) -> bool:
+        """The stream has ended; may be asked again. When it returns P's memory is not read any
+        more. Whether it has stopped, as for `close`."""
+        return True
+
+    def _reason(self, fault: Fault | TransportFault) -> Fault | TransportFault:
+        """What has broken the stream, where the call ended with `fault`."""
+        return fault
 
     async def end(self, chunks: int, payload_bytes: int) -> bool:
         """See `SendStream.end`."""
@@ -110,13 +156,14 @@ class CallStream(SendStream):
         """See `SendStream.finished`."""
         await asyncio.wait([self._reader])
 
-    async def close(self) -> None:
-        """Cancel the call. Nothing of ours lands in D's memory after its stream has gone."""
+    async def close(self) -> bool:
+        """See `SendStream.close`: cancel the call, and wait for what is under way besides."""
         self._ended = True
         self._call.cancel()
         # A call that is cancelled before it has begun leaves whoever writes to it waiting for ever.
         self._reader.cancel()
         await asyncio.wait([self._reader])
+        return await self._settle()
 
     async def _send(self, message: transfer_pb2.TransferRequest | OutgoingChunk) -> bool:
         """Write unless the call has ended; why it has is the reader's to tell."""
@@ -136,6 +183,7 @@ class CallStream(SendStream):
     async def _converse(self, message: transfer_pb2.TransferOpen) -> None:
         fault: Fault | TransportFault
         try:
+            await self._begin()
             await self._send(transfer_pb2.TransferRequest(open=message))
             async for response in self._call:
                 if not self._ended:
@@ -145,9 +193,14 @@ class CallStream(SendStream):
             fault = await self._last_word.of(error)
         except asyncio.CancelledError:
             fault = TransportFault(Code.CANCELLED, "the stream was cancelled")
+        except (Fault, TransportFault) as error:
+            self._call.cancel()
+            fault = error
         if not self._ended:
             self._ended = True
-            self._listener.broken(fault)
+            # Whoever hears of it may open another, to write to the same blocks.
+            stopped = await self._settle()
+            self._listener.broken(self._reason(fault), stopped)
 
     def _hear(self, response: transfer_pb2.TransferResponse) -> None:
         kind = response.WhichOneof("message")

@@ -7,8 +7,9 @@ from pd_grpc.transport.base import Slab
 from pd_grpc.v1 import transfer_pb2
 
 
-def chunk_of(slab: Slab, crc32c: int) -> transfer_pb2.KvChunk:
-    """A chunk without its bytes."""
+def chunk_of(slab: Slab, crc32c: int, heads: tuple[int, int] | None = None) -> transfer_pb2.KvChunk:
+    """A chunk without its bytes; `heads` (first, count) where it says which it has."""
+    head_start, head_count = heads or (0, 0)
     return transfer_pb2.KvChunk(
         group=slab.group,
         layer_start=slab.layer,
@@ -16,6 +17,8 @@ def chunk_of(slab: Slab, crc32c: int) -> transfer_pb2.KvChunk:
         block_start=slab.block,
         block_count=slab.blocks,
         crc32c=crc32c,
+        head_start=head_start,
+        head_count=head_count,
     )
 
 

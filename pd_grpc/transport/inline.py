@@ -8,6 +8,7 @@ import grpc.aio
 
 from pd_grpc.engine.base import KvMemory
 from pd_grpc.protocol.faults import Fault, Reason
+from pd_grpc.protocol.layout import CANONICAL
 from pd_grpc.transport.base import (
     ReceiveSide,
     ReceiveTransport,
@@ -37,7 +38,9 @@ class InlineTransport(CallTransport):
         message: transfer_pb2.TransferOpen,
         listener: StreamListener,
     ) -> SendStream:
-        return InlineStream(call, message, listener, self._memory)
+        canonical = message.kv_format in ("", CANONICAL)
+        memory = self._memory if canonical else self._memory.stored
+        return InlineStream(call, message, listener, memory)
 
 
 class InlineStream(CallStream):
@@ -52,10 +55,13 @@ class InlineStream(CallStream):
     ) -> None:
         super().__init__(call, message, listener)
         self._memory = memory
+        sends = message.sends
+        self._heads = (sends.head_start, sends.head_count) if sends.head_count else None
 
     def _chunk(self, slab: Slab, blocks: Sequence[int]) -> OutgoingChunk:
-        pieces = self._memory.read(blocks, slab.group, slab.layer, slab.layers)
-        return OutgoingChunk(chunk_of(slab, checksum(pieces)), pieces)
+        heads = self._heads
+        pieces = self._memory.read(blocks, slab.group, slab.layer, slab.layers, heads)
+        return OutgoingChunk(chunk_of(slab, checksum(pieces), heads), pieces)
 
 
 class InlineReceive(ReceiveTransport):
@@ -80,7 +86,8 @@ class InlineReceive(ReceiveTransport):
             raise corrupt(chunk)
         if fresh:
             layers = chunk.layer_start, chunk.layer_count
-            self._memory.write(blocks, chunk.group, *layers, payload)
+            heads = (chunk.head_start, chunk.head_count) if chunk.head_count else None
+            self._memory.write(blocks, chunk.group, *layers, payload, heads)
 
 
 def _send(side: SendSide) -> InlineTransport:

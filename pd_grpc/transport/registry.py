@@ -36,13 +36,17 @@ def find(names: Iterable[str]) -> list[TransportKind]:
 
 def build(
     kinds: Iterable[TransportKind],
+    shards: int,
     make: Callable[[TransportKind], Half],
-    unusable: Callable[[TransportKind, NotUsable], None],
+    unusable: Callable[[TransportKind, NotUsable], object],
 ) -> Mapping[int, tuple[TransportKind, Half]]:
-    """One half of each, in the same order; those that cannot be used here are left out and told."""
+    """One half of each, in the same order; those that cannot be used here are left out and told. An
+    instance with several shards can use none by which P writes into D's memory itself."""
     found: dict[int, tuple[TransportKind, Half]] = {}
     for kind in kinds:
         try:
+            if kind.one_sided and shards > 1:
+                raise NotUsable(f"an instance of {shards} shards has no memory that P writes to")
             found[kind.value] = kind, make(kind)
         except NotUsable as error:
             unusable(kind, error)

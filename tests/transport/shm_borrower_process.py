@@ -1,7 +1,8 @@
 """A process that borrows a pool and does as it is told on standard input.
 
-`python -m tests.transport.shm_borrower_process SHARD_HEX [netns]`: prints `attached` or what kept
-it from the pool. Then `write BLOCK BYTE` fills a block, `drop` closes its connection without a
+`python -m tests.transport.shm_borrower_process SHARD_HEX [netns|full]`: prints `attached` or what
+kept it from the pool; `full` has no descriptor left once it has connected, and goes on living
+without the pool. Then `write BLOCK BYTE` fills a block, `drop` closes its connection without a
 word, `fork` leaves a child that tries to write to the pool and prints how that ended.
 """
 
@@ -10,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import ctypes
 import os
+import resource
 import socket
 import sys
 
@@ -23,8 +25,8 @@ from tests.transport.shm_pool import LAYOUT, P
 CLONE_NEWNET = 0x40000000
 
 
-def main(shard_hex: str, netns: bool) -> None:
-    if netns and ctypes.CDLL(None, use_errno=True).unshare(CLONE_NEWNET):
+def main(shard_hex: str, how: str) -> None:
+    if how == "netns" and ctypes.CDLL(None, use_errno=True).unshare(CLONE_NEWNET):
         print(f"no netns: {os.strerror(ctypes.get_errno())}", flush=True)
         return
     shard = shm_pb2.ShmShard.FromString(bytes.fromhex(shard_hex))
@@ -32,6 +34,9 @@ def main(shard_hex: str, netns: bool) -> None:
 
     def kept() -> socket.socket:
         sockets.append(unix_socket())
+        if how == "full":
+            hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+            resource.setrlimit(resource.RLIMIT_NOFILE, (3, hard))
         return sockets[-1]
 
     setattr(borrower, "unix_socket", kept)  # noqa: B010 - the module imports it for itself
@@ -39,6 +44,8 @@ def main(shard_hex: str, netns: bool) -> None:
         attachment = asyncio.run(borrower.borrow(shard, P, LAYOUT))
     except Unreachable as error:
         print(f"unreachable: {error}", flush=True)
+        if how == "full":
+            sys.stdin.readline()
         return
     print("attached", flush=True)
     for line in sys.stdin:
@@ -64,4 +71,4 @@ def fill(attachment: Attachment, block: int, byte: int) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2:] == ["netns"])
+    main(sys.argv[1], "".join(sys.argv[2:]))

@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from typing import Any
 
 import google_crc32c
+import grpc
 import grpc.aio
 import pytest
 
@@ -17,7 +18,7 @@ from pd_grpc.protocol.layout import GroupKind, KvGroup, KvLayout, Plane, PlaneKi
 from pd_grpc.transport.base import Slab
 from pd_grpc.transport.inline import InlineTransport
 from pd_grpc.v1 import transfer_pb2, transfer_pb2_grpc, types_pb2
-from tests.waiting import until
+from tests.waiting import LIMIT_S, until
 
 LAYOUT = KvLayout(
     model="m",
@@ -108,12 +109,13 @@ class Heard:
     def completed(self) -> None:
         self.words.append("completed")
 
-    def broken(self, fault: Fault | TransportFault) -> None:
+    def broken(self, fault: Fault | TransportFault, stopped: bool = True) -> None:
+        assert stopped, "D does the writing"
         self.words.append("broken")
         self.fault = fault
 
     async def said(self, word: str) -> None:
-        await until(lambda: word in self.words, 5)
+        await until(lambda: word in self.words)
 
 
 class Bench:
@@ -124,10 +126,18 @@ class Bench:
         self.endpoint = endpoint
         pool = bytes(i * 7 % 251 for i in range(8 * LAYOUT.block_bytes))
         self.pool = pool
-        self.transport = InlineTransport(
-            HostKvMemory(bytearray(pool), LAYOUT), grpc.aio.insecure_channel
-        )
+        self.channels: list[grpc.aio.Channel] = []
+        self.transport = InlineTransport(HostKvMemory(bytearray(pool), LAYOUT), self._connect)
         self.heard = Heard()
+
+    def _connect(self, endpoint: str) -> grpc.aio.Channel:
+        self.channels.append(grpc.aio.insecure_channel(endpoint))
+        return self.channels[-1]
+
+    def closed(self) -> list[bool]:
+        """Of each connection, in order."""
+        down = grpc.ChannelConnectivity.SHUTDOWN
+        return [channel.get_state() is down for channel in self.channels]
 
     def open(self, timeout_s: float = 10) -> Any:
         message = transfer_pb2.TransferOpen(
@@ -228,7 +238,7 @@ async def test_closing_cancels_the_call_and_is_not_heard(bench: Bench) -> None:
     stream = bench.open()
     await bench.heard.said("opened")
     await stream.close()
-    await asyncio.wait_for(bench.shard.ended.wait(), 5)
+    await asyncio.wait_for(bench.shard.ended.wait(), LIMIT_S)
     assert not await stream.write(Slab(0, 0, 1, 0, 1), [0])
     assert bench.heard.words == ["opened"]
 
@@ -250,5 +260,41 @@ async def test_closing_ends_a_write_that_a_stalled_shard_holds_up(bench: Bench) 
     await asyncio.wait([writing], timeout=0.3)
     assert not writing.done()
     await stream.close()
-    await asyncio.wait_for(writing, 5)
+    await asyncio.wait_for(writing, LIMIT_S)
     assert bench.heard.words == ["opened"]
+
+
+async def test_a_connection_is_closed_when_its_endpoint_is_forgotten(bench: Bench) -> None:
+    stream = bench.open()
+    await bench.heard.said("opened")
+    await stream.close()
+    assert bench.closed() == [False], "the next stream goes by it"
+    bench.transport.forget(bench.endpoint)
+    await until(lambda: bench.closed() == [True])
+
+
+async def test_an_endpoint_that_is_forgotten_keeps_its_streams_to_their_end(bench: Bench) -> None:
+    ending, cut = bench.open(), bench.open()
+    await until(lambda: bench.heard.words == ["opened"] * 2)
+    bench.transport.forget(bench.endpoint)
+    later = bench.open()
+    await until(lambda: bench.heard.words == ["opened"] * 3)
+    assert await ending.write(Slab(0, 0, 1, 0, 1), [0])
+    assert await ending.end(1, LAYER)
+    await bench.heard.said("completed")
+    await ending.finished()
+    assert bench.closed() == [False, False], "a stream is open by either"
+    await cut.close()
+    await until(lambda: bench.closed() == [True, False])
+    await later.close()
+    assert bench.heard.words == ["opened"] * 3 + ["acked", "completed"]
+
+
+async def test_a_transport_that_stops_closes_what_it_has_forgotten_too(bench: Bench) -> None:
+    bench.open()
+    await bench.heard.said("opened")
+    bench.transport.forget(bench.endpoint)
+    bench.open()
+    await until(lambda: bench.heard.words == ["opened"] * 2)
+    await bench.transport.stop()
+    assert bench.closed() == [True, True]

@@ -74,11 +74,25 @@ def test_what_cannot_be_used_here_is_left_out_and_told() -> None:
     told = []
     built = registry.build(
         find(["shm", "inline"]),
+        1,
         lambda kind: kind.receive(side),
         lambda kind, why: told.append((kind.name, str(why))),
     )
     assert list(built) == [inline.TRANSPORT.value]
     assert told == [("shm", "the engine's pool is not in shared memory")]
+
+
+def test_an_instance_of_several_shards_says_that_nobody_writes_to_its_memory() -> None:
+    told = []
+    built = registry.build(
+        find(["nixl", "shm", "inline"]),
+        2,
+        lambda kind: kind.name,
+        lambda kind, why: told.append((kind.name, str(why))),
+    )
+    assert list(built.values()) == [(inline.TRANSPORT, "inline")]
+    why = "an instance of 2 shards has no memory that P writes to"
+    assert told == [("nixl", why), ("shm", why)]
 
 
 def test_only_a_decode_that_shares_its_pool_makes_it_shared() -> None:

@@ -271,6 +271,21 @@ async def test_a_silent_lender_is_out_of_reach(monkeypatch: pytest.MonkeyPatch) 
             await borrow(shard, P, LAYOUT)
 
 
+async def test_who_gives_up_waiting_for_the_pool_is_no_writer(
+    lent: LentPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """D has handed it over, and it was not taken."""
+
+    async def never(*args: object) -> None:
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr(borrowing, "HANDSHAKE_S", 0.05)
+    monkeypatch.setattr(borrowing, "receive_with_descriptor", never)
+    with pytest.raises(Unreachable, match="within"):
+        await borrow(lent.shard, P, LAYOUT)
+    await until(lambda: WENT in lent.news)
+
+
 @contextlib.asynccontextmanager
 async def other_lender(
     fd: int | None, pool_bytes: int = BLOCKS * SIZE, pool_id: bytes = b"pool"

@@ -11,7 +11,7 @@ import google_crc32c
 import grpc.aio
 import pytest
 
-from pd_grpc.bench.kv.inline import Landing
+from pd_grpc.bench.kv.ours import Landing
 from pd_grpc.bench.kv.pool import LAYERS, LAYOUT, KvPool
 from pd_grpc.bench.kv.pushing import Pusher
 from pd_grpc.protocol.config import PrefillConfig
@@ -115,7 +115,7 @@ async def test_a_stock_client_fills_our_pool(seed: int) -> None:
             assert message.completed.bytes == sent == BLOCKS * LAYOUT.block_bytes
             assert not await call.read()
         await landing.landed()
-        assert pool.memory.read(table, 0, 0, LAYERS) == content
+        assert b"".join(pool.memory.read(table, 0, 0, LAYERS)) == b"".join(content)
         for block in set(range(POOL)) - set(table):
             assert pool.digests([[block]])[0][0] == untouched[block]
         pool.give_back(holdings)
@@ -184,7 +184,7 @@ async def test_our_sender_fills_a_stock_server(seed: int) -> None:
         table = list(holdings[0].blocks)
         key = TransferKey("t", 1)
         await pusher.push(key, f"127.0.0.1:{port}", "s", "g", 1, table)
-        assert shard.content == pool.memory.read(table, 0, 0, LAYERS)
+        assert b"".join(shard.content) == b"".join(pool.memory.read(table, 0, 0, LAYERS))
         assert shard.largest <= max(LAYER, min(window, config.chunk_bytes))
         pool.give_back(holdings)
     finally:

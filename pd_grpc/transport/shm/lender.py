@@ -26,6 +26,9 @@ from pd_grpc.v1 import shm_pb2
 MOST_BORROWERS = 1024
 """Connections at once; each takes two descriptors."""
 ACCEPT_AGAIN_S = 0.1
+ACCEPT_EVERY_S = 0.001
+"""Whoever connects as fast as it can, of whatever user, takes no more of the shard's loop than that
+leaves it."""
 _BACKLOG = 64
 _Writer = tuple[str, int]
 
@@ -79,6 +82,7 @@ class Lender:
                 sock.close()
             else:
                 self._keep(asyncio.create_task(self._serve(sock), name="pd-shm-borrower"))
+            await asyncio.sleep(ACCEPT_EVERY_S)
 
     def _keep(self, task: asyncio.Task[None]) -> None:
         self._tasks.add(task)

@@ -6,9 +6,11 @@ import fcntl
 import mmap
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
+from pd_grpc.protocol.extents import joined
 from pd_grpc.protocol.layout import KvLayout
+from pd_grpc.transport.shm.copying import Copy, copies, copy_each
 
 
 class NotOurs(Exception):
@@ -45,9 +47,11 @@ class PoolMapping:
         layer: int,
         layers: int,
         pieces: Sequence[memoryview],
+        copy: Callable[[Iterable[Copy]], None] = copy_each,
     ) -> None:
-        """Copy a slab, given in pieces to be joined in order, to physical `blocks`. ValueError,
-        writing nothing, when one is outside the pool or the pieces have another size."""
+        """Copy a slab, given in pieces to be joined in order, to physical `blocks`. When it returns
+        nothing is being written any more. ValueError, writing nothing, when a block is outside the
+        pool or the pieces have another size."""
         offset = self._layout.layer_offset(group, layer)
         size = layers * self._layout.layer_bytes(group)
         for block in blocks:
@@ -55,9 +59,8 @@ class PoolMapping:
                 raise ValueError(f"block {block} is outside the pool of {self.num_blocks}")
         if sum(piece.nbytes for piece in pieces) != size * len(blocks):
             raise ValueError(f"the pieces are not {len(blocks)} times {size} bytes")
-        for block, piece in zip(blocks, _each(pieces, size), strict=True):
-            at = block * self._layout.block_bytes + offset
-            self._view[at : at + size] = piece
+        starts = [block * self._layout.block_bytes + offset for block in blocks]
+        copy(copies([self._view[at:end] for at, end in joined(starts, size)], pieces))
 
     def close(self) -> None:
         """Unmap it."""
@@ -76,15 +79,6 @@ def _check_seals(fd: int) -> None:
     needed = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
     if seals & needed != needed:
         raise NotOurs("the memfd is not sealed against shrinking and growing")
-
-
-def _each(pieces: Sequence[memoryview], size: int) -> Iterator[memoryview]:
-    """The pieces, cut anew where they are not of `size` bytes each."""
-    if all(piece.nbytes == size for piece in pieces):
-        yield from (piece.cast("B") for piece in pieces)
-        return
-    joined = memoryview(b"".join(pieces))
-    yield from (joined[at : at + size] for at in range(0, joined.nbytes, size))
 
 
 class Attachment:

@@ -5,13 +5,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from pd_grpc.protocol.faults import bad_request
-from pd_grpc.protocol.sampling import FieldError
 from pd_grpc.transport.base import NotUsable, ReceiveSide, ReceiveTransport, WriterNews
-from pd_grpc.transport.chunk_codec import checksum
-from pd_grpc.transport.chunks import corrupt
+from pd_grpc.transport.one_sided import check_written, compare
 from pd_grpc.transport.shm.lender import Lender
 from pd_grpc.v1 import layout_pb2, shm_pb2, transfer_pb2
+
+WINDOW_BYTES = 256 << 20
+"""So much that P never waits for an ack: several chunks may be under way while D looks at one."""
 
 
 class ShmReceive(ReceiveTransport):
@@ -23,7 +23,7 @@ class ShmReceive(ReceiveTransport):
         fd = side.memory.shared_fd
         if fd is None:
             raise NotUsable("the engine's pool is not in shared memory")
-        self._memory = side.memory
+        self._memory = side.memory.stored
         self._lender = Lender(fd, side.memory.num_blocks * side.layout.block_bytes)
 
     def metadata(self) -> bytes:
@@ -38,6 +38,10 @@ class ShmReceive(ReceiveTransport):
         return layout_pb2.MemoryDescriptor(
             kind=layout_pb2.TRANSPORT_SHM, handle=target.SerializeToString()
         )
+
+    def window_bytes(self, configured: int) -> int:
+        """See `ReceiveTransport.window_bytes`: what is unacknowledged lies in the pool already."""
+        return max(configured, WINDOW_BYTES)
 
     async def start(self, news: WriterNews) -> None:
         """See `ReceiveTransport.start`."""
@@ -56,20 +60,7 @@ class ShmReceive(ReceiveTransport):
         audited: bool,
     ) -> None:
         """See `ReceiveTransport.land`. The bytes are in place before the chunk is sent."""
-        wrong = []
-        if payload.nbytes:
-            wrong.append(FieldError("chunk.payload", "must be empty: the bytes are in the pool"))
-        descriptor = chunk.descriptor
-        if descriptor.kind != layout_pb2.TRANSPORT_SHM:
-            wrong.append(FieldError("chunk.descriptor.kind", "must be the grant's transport"))
-        if descriptor.device:
-            wrong.append(FieldError("chunk.descriptor.device", "must be 0: the pool is the host's"))
-        if descriptor.handle != self._lender.shard.pool_id:
-            wrong.append(FieldError("chunk.descriptor.handle", "names no memory of this shard"))
-        if wrong:
-            raise bad_request(wrong)
+        check_written(chunk, payload, layout_pb2.TRANSPORT_SHM, self._lender.shard.pool_id)
         # What was audited once is not again: D may be decoding from it, and writes to its own.
         if audited and fresh:
-            layers = chunk.layer_start, chunk.layer_count
-            if checksum(self._memory.read(blocks, chunk.group, *layers)) != chunk.crc32c:
-                raise corrupt(chunk)
+            compare(self._memory, chunk, blocks)
