@@ -10,10 +10,15 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from pd_grpc.protocol.layout import KvLayout
 from pd_grpc.protocol.sampling import Sampling
+from pd_grpc.protocol.shards import Place, whole
+
+if TYPE_CHECKING:  # The router reads this module too, and has no use for numpy.
+    from pd_grpc.engine.grammar import Grammars
+    from pd_grpc.engine.penalties import Tally
 
 
 @dataclass(frozen=True)
@@ -21,12 +26,16 @@ class SampleSpec:
     """What the sampler needs to choose the next token of one request.
 
     `position` is where the chosen token will stand, counted from 0 over prompt and output.
-    `generated` is how many tokens of output there are before it (for `min_tokens`).
+    `generated` is how many tokens of output there are before it (for `min_tokens`). `tally` is of
+    the tokens before it, where the sampling `penalises`. `output` are the tokens of output before
+    it, where the answer follows a grammar.
     """
 
     sampling: Sampling
     position: int
     generated: int
+    tally: Tally | None = None
+    output: Sequence[int] = ()
 
 
 @dataclass(frozen=True)
@@ -69,11 +78,18 @@ class TokenLogprob:
 
 @dataclass(frozen=True)
 class Sampled:
-    """A chosen token; `logprob` and `top` are filled where the request asked for them."""
+    """A chosen token; `logprob` and `top` are filled where the request asked for them.
+
+    `last` says that the grammar of the answer allows nothing after it. Where `fault` is not empty
+    no token could be chosen for this request, for that reason, and `token_id` means nothing; the
+    others of the step are unharmed.
+    """
 
     token_id: int
     logprob: float | None = None
     top: tuple[TokenLogprob, ...] = field(default=())
+    last: bool = False
+    fault: str = ""
 
 
 class Tokenizer(Protocol):
@@ -97,14 +113,21 @@ class Tokenizer(Protocol):
 
 
 class KvMemory(Protocol):
-    """The bytes of a pool of blocks, in the layout's canonical order.
+    """The bytes of a pool of blocks, in the canonical order whatever the layout's format.
 
     A *slab* is what a chunk on the wire carries: for each of `blocks` in turn, the bytes of layers
-    `[layer, layer + layers)` of `group`.
+    `[layer, layer + layers)` of `group`, of all heads that are here or of `heads` (first, count)
+    alone. Layers and heads are counted over the model, also where only some of them are here.
     """
 
     @property
     def num_blocks(self) -> int: ...
+
+    @property
+    def stored(self) -> KvMemory:
+        """The same pool with the bytes of each layer of a block as they lie there, in the layout's
+        format; the memory itself where that is canonical."""
+        ...
 
     @property
     def shared_fd(self) -> int | None:
@@ -112,20 +135,51 @@ class KvMemory(Protocol):
         does not lie in one."""
         ...
 
-    def read(self, blocks: Sequence[int], group: int, layer: int, layers: int) -> list[memoryview]:
-        """The slab as read-only pieces to be joined in order, without a copy where the memory is on
-        the host. The pieces are valid while the caller holds the blocks."""
+    @property
+    def host_address(self) -> int | None:
+        """Where in this process the pool begins, block after block, for what writes there by
+        address; None where it does not lie in the host's memory as one. It stays there for as long
+        as the engine lives."""
+        ...
+
+    def read(
+        self,
+        blocks: Sequence[int],
+        group: int,
+        layer: int,
+        layers: int,
+        heads: tuple[int, int] | None = None,
+    ) -> list[memoryview]:
+        """The slab as read-only pieces of any size to be joined in order, without a copy where the
+        memory is on the host and has this order, unless it is of some heads alone. The pieces are
+        valid while the caller holds the blocks."""
         ...
 
     def write(
-        self, blocks: Sequence[int], group: int, layer: int, layers: int, payload: memoryview
+        self,
+        blocks: Sequence[int],
+        group: int,
+        layer: int,
+        layers: int,
+        payload: memoryview,
+        heads: tuple[int, int] | None = None,
     ) -> None:
         """Copy a slab into the pool, once. ValueError when `payload` has another size."""
         ...
 
 
+@dataclass(frozen=True)
+class EngineShard:
+    """One rank of an instance: its place, and the memory of the layers and heads that it holds."""
+
+    place: Place
+    memory: KvMemory
+
+
 class EngineFault(Exception):
-    """The engine could not run a step; the message says why. The engine stays usable."""
+    """The engine could not run a step; the message says why. The engine stays usable, and the step
+    may be run again, whole or in parts: what it has written is written again. What concerns one
+    request alone, such as logits that leave no token, is the `fault` of its `Sampled` instead."""
 
 
 class Engine(ABC):
@@ -135,12 +189,22 @@ class Engine(ABC):
     """What people call the model, such as `SmolLM2-135M-Instruct`."""
     layout: KvLayout
     memory: KvMemory
+    """Of several shards that of the first; all have as many blocks, and the same numbers."""
     vocab_size: int
     max_model_len: int
     """Prompt plus output may have at most this many tokens."""
     eos_token_ids: frozenset[int]
     features: frozenset[str]
-    """Sampling features beyond the plain ones that it has, such as `logprobs`."""
+    """Sampling features beyond the plain ones that it has, by the names of the fields of
+    SamplingParams that need them, such as `logprobs`."""
+
+    grammars: Grammars | None = None
+    """What compiles the grammars that answers follow, of an engine with `structured_output`."""
+
+    @property
+    def shards(self) -> tuple[EngineShard, ...]:
+        """Its ranks, at least one."""
+        return (EngineShard(Place(whole(self.layout)), self.memory),)
 
     @abstractmethod
     def prefill(
@@ -156,6 +220,18 @@ class Engine(ABC):
     @abstractmethod
     def decode(self, batch: Sequence[DecodeSlot]) -> list[Sampled]:
         """One decode step: a token for every slot, in order. EngineFault when the step fails."""
+
+    def step(
+        self,
+        chunks: Sequence[PrefillChunk],
+        slots: Sequence[DecodeSlot],
+        on_layer: Callable[[int, int], None],
+    ) -> tuple[list[Sampled | None], list[Sampled]]:
+        """Chunks and slots, of which no two are of one request, in one step: what `prefill` returns
+        for the chunks and `decode` for the slots. An engine that can serve both in one pass over
+        its weights does so; others take one after the other. EngineFault when the step fails."""
+        prefilled = self.prefill(chunks, on_layer) if chunks else []
+        return prefilled, self.decode(slots) if slots else []
 
     @abstractmethod
     def tokenizer(self) -> Tokenizer:

@@ -13,6 +13,8 @@ from collections.abc import Iterable, Iterator
 
 import torch
 
+from pd_grpc.engine.packed_linear import Linear
+
 _GROUPS = (1, 2, 4, 8)
 _COUNTS = (1, 2, 3, 4, 5, 6, 7, 9, 12, 16)
 _MOST_ROWS = 48
@@ -20,10 +22,10 @@ _LONG_CHUNKS = (260, 500)
 _SMALL_LAYER = 1 << 22
 
 
-def steady_group(model: torch.nn.Module) -> int:
-    """The least group (1, 2, 4 or 8) such that every linear layer of `model` gives a row the same
-    bits in any multiple of it; 1 when there is none."""
-    layers = list(_one_of_each_shape(model))
+def steady_group(linears: Iterable[Linear]) -> int:
+    """The least group (1, 2, 4 or 8) such that every one of `linears` gives a row the same bits in
+    any multiple of it; 1 when there is none."""
+    layers = list({(x.in_features, x.out_features, x.has_bias): x for x in linears}.values())
     with torch.inference_mode():
         for group in _GROUPS:
             if all(_steady(layer, group) for layer in layers):
@@ -36,19 +38,12 @@ def filled(rows: int, group: int) -> int:
     return -(-rows // group) * group
 
 
-def _one_of_each_shape(model: torch.nn.Module) -> Iterable[torch.nn.Linear]:
-    shapes = {
-        (layer.weight.shape, layer.bias is None): layer
-        for layer in model.modules()
-        if isinstance(layer, torch.nn.Linear)
-    }
-    return shapes.values()
-
-
-def _steady(layer: torch.nn.Linear, group: int) -> bool:
+def _steady(layer: Linear, group: int) -> bool:
     counts = list(_row_counts(layer, group))
     generator = torch.Generator().manual_seed(0)
-    rows = torch.randn(max(counts), layer.in_features, generator=generator).to(layer.weight.dtype)
+    rows = torch.randn(max(counts), layer.in_features, generator=generator).to(
+        layer.device, layer.dtype
+    )
     known = layer(rows[:group])
     for count in counts:
         out = layer(rows[:count])
@@ -58,8 +53,8 @@ def _steady(layer: torch.nn.Linear, group: int) -> bool:
     return True
 
 
-def _row_counts(layer: torch.nn.Linear, group: int) -> Iterator[int]:
+def _row_counts(layer: Linear, group: int) -> Iterator[int]:
     yield from (count * group for count in _COUNTS if count * group <= _MOST_ROWS)
     # The product with the vocabulary is dear, and never has the rows of a whole chunk.
-    if layer.weight.numel() <= _SMALL_LAYER:
+    if layer.in_features * layer.out_features <= _SMALL_LAYER:
         yield from (filled(count, group) for count in _LONG_CHUNKS)

@@ -1,6 +1,6 @@
 """Reading a GGUF file through transformers in seconds instead of half a minute.
 
-transformers parses the file once for the configuration and once for the weights, and asks gguf for
+transformers parses the file for the configuration and again for the tokenizer, and asks gguf for
 its table of tensor names once per module of the model. Most of the time goes into slicing a hundred
 thousand vocabulary strings out of a numpy memmap one by one.
 """
@@ -8,17 +8,13 @@ thousand vocabulary strings out of a numpy memmap one by one.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from types import ModuleType
 from typing import Any, Literal
 
 import gguf
 import numpy as np
 import numpy.typing as npt
-import transformers.modeling_gguf_pytorch_utils as transformers_gguf
-
-_REPORT_EVERY = 0.25
 
 
 class BufferReader(gguf.GGUFReader):
@@ -37,7 +33,7 @@ class BufferReader(gguf.GGUFReader):
 
 
 @contextmanager
-def quick_gguf(progress: Callable[[str], None]) -> Iterator[None]:
+def quick_gguf() -> Iterator[None]:
     """While it is open, transformers reads each GGUF file and each table of names once.
 
     The replaced functions return what the originals do. Should a release of transformers look them
@@ -45,29 +41,12 @@ def quick_gguf(progress: Callable[[str], None]) -> Iterator[None]:
     """
     reader = functools.lru_cache(maxsize=1)(BufferReader)
     names = functools.lru_cache(maxsize=1)(gguf.get_tensor_name_map)
-
-    def report(items: Iterable[Any], **_: object) -> Iterator[Any]:
-        return _reporting(list(items), progress)
-
-    quick: list[tuple[ModuleType, str, Any]] = [
-        (gguf, "GGUFReader", reader),
-        (gguf, "get_tensor_name_map", names),
-        (transformers_gguf, "tqdm", report),
-    ]
-    originals = [(module, name, getattr(module, name)) for module, name, _ in quick]
+    quick: list[tuple[str, Any]] = [("GGUFReader", reader), ("get_tensor_name_map", names)]
+    originals = [(name, getattr(gguf, name)) for name, _ in quick]
     try:
-        for module, name, value in quick:
-            setattr(module, name, value)
+        for name, value in quick:
+            setattr(gguf, name, value)
         yield
     finally:
-        for module, name, value in originals:
-            setattr(module, name, value)
-
-
-def _reporting(items: list[Any], progress: Callable[[str], None]) -> Iterator[Any]:
-    due = 0.0
-    for done, item in enumerate(items):
-        if done >= due:
-            progress(f"unpacking weights: {done} of {len(items)} tensors")
-            due += _REPORT_EVERY * len(items)
-        yield item
+        for name, value in originals:
+            setattr(gguf, name, value)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
+from copy import copy
 from typing import Any
 
 from pd_grpc.engine.model_error import ModelError
@@ -26,6 +27,22 @@ class HfTokenizer:
         """The end-of-sequence token the tokenizer names, if it names one."""
         eos = self._tokenizer.eos_token_id
         return frozenset() if eos is None else frozenset([int(eos)])
+
+    def decoder(self) -> str:
+        """How tokens become text, as JSON of the tokenizers library; empty for a tokenizer that is
+        not of it."""
+        backend = getattr(self._tokenizer, "backend_tokenizer", None)
+        with self._lock:
+            return "" if backend is None else bytes(backend.decoder.__getstate__()).decode()
+
+    def to_json(self) -> str:
+        """The whole tokenizer as the tokenizers library writes it, whatever file it came from; what
+        the last call set for padding and truncation is left out."""
+        with self._lock:
+            backend = copy(self._tokenizer.backend_tokenizer)
+        backend.no_padding()
+        backend.no_truncation()
+        return str(backend.to_str())
 
     def encode(self, text: str) -> list[int]:
         with self._lock:

@@ -8,7 +8,7 @@ from pd_grpc.engine.base import Engine, Tokenizer
 from pd_grpc.engine.hub import reach
 from pd_grpc.engine.model_error import ModelError
 from pd_grpc.engine.model_source import find_model, find_tokenizer
-from pd_grpc.engine.pool_size import check_pool
+from pd_grpc.engine.pool_size import check_sizes, describe_pool, pool_blocks
 from pd_grpc.protocol.config import EngineConfig
 
 __all__ = ["ModelError", "load_engine", "load_tokenizer"]
@@ -21,18 +21,33 @@ def load_engine(
 
     ModelError names the field of `config` that is wrong.
     """
-    _check_sizes(config)
+    check_sizes(config)
     if config.engine == "sim":
-        from pd_grpc.engine.sim import SimEngine, sim_layout
+        from pd_grpc.engine.sim import SimEngine
+        from pd_grpc.engine.sim_layouts import sim_layout
 
         try:
-            check_pool(config.num_blocks, sim_layout(config).block_bytes)
-            return SimEngine(config)
+            # Several ranks have a copy of the whole beside their own memory.
+            copies = 1 if config.tp * config.pp == 1 else 2
+            block_bytes = copies * sim_layout(config).block_bytes
+            blocks = pool_blocks(config, block_bytes)
+            config = config.model_copy(update={"num_blocks": blocks, "pool_gib": 0.0})
+            engine = SimEngine(config)
         except ValueError as error:
             field, _, text = str(error).partition(": ")
             raise ModelError(field, text) from error
+        pool = describe_pool(blocks, block_bytes, config.block_size, engine.max_model_len)
+        progress(f"making {pool}")
+        return engine
+    if config.tp > 1 or config.pp > 1:
+        field = "tp" if config.tp > 1 else "pp"
+        text = f"{getattr(config, field)} is not built; only sim has more than one rank"
+        raise ModelError(field, text)
     if config.device != "cpu":
-        raise ModelError("device", f"{config.device} is not built; only cpu is")
+        # Only torch knows what there is.
+        from pd_grpc.engine.device import find_device
+
+        find_device(config.device)
     source = find_model(config.model)
     progress(f"reading {source.name}" if source.local else f"looking up {source.name} on the hub")
     source = reach(source)
@@ -54,18 +69,3 @@ def load_tokenizer(engine: str, model: str, vocab_size: int = 32000) -> Tokenize
     from pd_grpc.engine.hf_tokenizer import read_tokenizer
 
     return read_tokenizer(reach(find_tokenizer(model)))
-
-
-def _check_sizes(config: EngineConfig) -> None:
-    if config.chunk_tokens % config.block_size:
-        raise ModelError(
-            "chunk_tokens",
-            f"{config.chunk_tokens} is not a multiple of block_size ({config.block_size})",
-        )
-    room = config.num_blocks * config.block_size
-    if config.max_model_len > room:
-        raise ModelError(
-            "num_blocks",
-            f"{config.num_blocks} blocks of {config.block_size} hold {room} tokens, fewer than "
-            f"max_model_len ({config.max_model_len})",
-        )

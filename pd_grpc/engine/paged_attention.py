@@ -7,7 +7,7 @@ position encoding, and heads shared by several query heads are stored once.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -15,13 +15,26 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
+from pd_grpc.engine.chunks import CUT_TOKENS
+from pd_grpc.engine.device import CPU, placed
 from pd_grpc.engine.pool_buffer import PoolBuffer
 from pd_grpc.protocol.layout import KvLayout
 
 ATTENTION_NAME = "pd_paged"
 
-# Each of these, when it has a value, asks for something else than plain causal attention.
-_NOT_PLAIN = ("attention_mask", "sliding_window", "softcap", "s_aux", "position_bias")
+# What models also hand to their attention and plain causal attention has no use for. Any other
+# option that has a value asks for something else: a mask, a cap, sinks, a choice of blocks.
+_NO_MATTER = frozenset(
+    {
+        "dropout",
+        "position_ids",
+        "position_embeddings",
+        "use_cache",
+        "cache",
+        "output_attentions",
+        "output_router_logits",
+    }
+)
 
 
 class UnsupportedAttention(ValueError):
@@ -30,6 +43,9 @@ class UnsupportedAttention(ValueError):
 
 class Attends(Protocol):
     """What computes the attention of one forward pass."""
+
+    longest: int
+    """Tokens of its longest sequence so far; a window of as many does not act."""
 
     def attend(
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float
@@ -40,13 +56,18 @@ class Attends(Protocol):
 
 
 class PagedKv:
-    """A pool of blocks as one CPU tensor, and each layer's part of it as a strided view."""
+    """A pool of blocks as one tensor, and each layer's part of it as a strided view."""
 
     def __init__(
-        self, layout: KvLayout, num_blocks: int, dtype: torch.dtype, shared: bool = False
+        self,
+        layout: KvLayout,
+        num_blocks: int,
+        dtype: torch.dtype,
+        shared: bool = False,
+        device: torch.device = CPU,
     ) -> None:
         """`layout` has one FULL group with planes K and V of equal shape, elements of `dtype`. With
-        `shared` it lies in memory that others of this host may map."""
+        `shared`, on the CPU alone, it lies in memory that others of this host may map."""
         group = layout.groups[0]
         plane = group.planes[0]
         shape = (num_blocks, group.layers, 2, plane.heads, layout.block_size, plane.head_dim)
@@ -56,13 +77,14 @@ class PagedKv:
             self.blocks = torch.frombuffer(self.shared.view, dtype=dtype).view(shape)
         else:
             self.shared = None
-            self.blocks = torch.zeros(shape, dtype=dtype)
+            self.blocks = torch.zeros(shape, dtype=dtype, device=device)
+        self.device = device
         self.block_size = layout.block_size
         self._for_write = self.blocks.permute(1, 0, 4, 2, 3, 5).unbind(0)
         self._for_read = self.blocks.permute(1, 2, 3, 0, 4, 5).unbind(0)
 
     def buffer(self) -> memoryview:
-        """The bytes of all blocks, one after another; shared, not copied."""
+        """The bytes of all blocks, one after another; shared, not copied. On the CPU alone."""
         return memoryview(self.blocks.view(torch.uint8).numpy().reshape(-1).data)
 
     def write(
@@ -110,10 +132,9 @@ class Step:
             raise ValueError("a run has no tokens")
         self.positions = torch.cat([torch.arange(r.start, r.start + r.rows) for r in runs])
         self.rows = len(self.positions)
-        tables = [torch.tensor(r.block_table[: -(-(r.start + r.rows) // size)]) for r in runs]
+        self.longest = max(run.start + run.rows for run in runs)
+        tables = [torch.tensor(_table(r, size, len(kv.blocks))) for r in runs]
         self._read_blocks = torch.cat(tables)
-        if int(self._read_blocks.min()) < 0:
-            raise IndexError("a block table has a negative entry")
         self._write_offsets = self.positions % size
         self._write_blocks = torch.cat(
             [
@@ -124,16 +145,20 @@ class Step:
         self._reads = []
         row = token = 0
         for table, run in zip(tables, runs, strict=True):
-            length = run.start + run.rows
-            self._reads.append(_Read(row, run.rows, token, length, _causal_mask(run.rows, length)))
-            row += run.rows
+            for rows, length in _pieces(run):
+                mask = _causal_mask(rows, length, kv.blocks)
+                self._reads.append(_Read(row, rows, token, length, mask))
+                row += rows
             token += len(table) * size
+        self.positions, self._read_blocks, self._write_offsets, self._write_blocks = placed(
+            kv.device, self.positions, self._read_blocks, self._write_offsets, self._write_blocks
+        )
 
     def attend(
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float
     ) -> torch.Tensor:
-        # Each run is computed by itself over exactly its own tokens, so that a request's result
-        # does not depend on its neighbours.
+        # Each piece of a run is computed by itself over exactly the tokens up to its end, so that a
+        # request's result depends neither on its neighbours nor on where its prompt was cut.
         key, value = key[:, : self.rows], value[:, : self.rows]
         self._kv.write(
             layer,
@@ -155,7 +180,7 @@ class Step:
 
 @dataclass(frozen=True)
 class _Read:
-    """Where a run's rows and its gathered tokens begin, and how many there are.
+    """Where the rows of a piece of a run and its gathered tokens begin, and how many there are.
 
     `mask` says which tokens each row sees; a single row sees them all.
     """
@@ -187,10 +212,30 @@ class _Read:
         return out.flatten(0, 1).transpose(0, 1)
 
 
-def _causal_mask(rows: int, length: int) -> torch.Tensor | None:
+def _pieces(run: Run) -> Iterator[tuple[int, int]]:
+    """Rows of a run up to each multiple of CUT_TOKENS, and the tokens that there are by then."""
+    at, end = run.start, run.start + run.rows
+    while at < end:
+        after = min(end, at - at % CUT_TOKENS + CUT_TOKENS)
+        yield after - at, after
+        at = after
+
+
+def _table(run: Run, block_size: int, num_blocks: int) -> Sequence[int]:
+    """The blocks of a run's tokens. IndexError for one that is not in the pool: the CPU would find
+    some of them, and a device that finds one is of no use for anything afterwards."""
+    blocks = run.block_table[: -(-(run.start + run.rows) // block_size)]
+    if min(blocks) < 0 or max(blocks) >= num_blocks:
+        raise IndexError(f"a block table has an entry outside the pool of {num_blocks}")
+    return blocks
+
+
+def _causal_mask(rows: int, length: int, like: torch.Tensor) -> torch.Tensor | None:
+    """What is added to scores, of the kind of `like`: one of booleans would be made into such a one
+    again in every layer."""
     if rows == 1:
         return None
-    return torch.ones(rows, length, dtype=torch.bool).tril(length - rows)
+    return like.new_full((rows, length), float("-inf")).triu(length - rows + 1)
 
 
 def paged_attention(
@@ -212,10 +257,14 @@ def paged_attention(
     if pd_step is None:
         raise UnsupportedAttention("its layers do not pass keyword arguments on to the attention")
     options["attention_mask"] = attention_mask
-    for name in _NOT_PLAIN:
-        if options.get(name) is not None:
+    window = options.pop("sliding_window", None)
+    causal = options.pop("is_causal", None)
+    for name, option in options.items():
+        if option is not None and name not in _NO_MATTER:
             raise UnsupportedAttention(f"its attention uses {name}")
-    if not getattr(module, "is_causal", True):
+    if isinstance(window, int) and 0 < window < pd_step.longest:
+        raise UnsupportedAttention(f"its attention has a sliding window of {window} tokens")
+    if causal is False or not getattr(module, "is_causal", True):
         raise UnsupportedAttention("its attention is not causal")
     if key.shape != value.shape or query.shape[-1] != key.shape[-1]:
         raise UnsupportedAttention("its queries, keys and values differ in size")

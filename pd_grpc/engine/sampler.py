@@ -1,8 +1,13 @@
 """Choosing the next token from a row of logits.
 
-A token is a pure function of the logits, the request's seed and the position it will stand at: the
-random numbers it needs are a hash of seed, position and token id, so neither the batch around a
-request nor the process it runs in can change it. Everything is computed in float64.
+A token is a pure function of the logits, the tokens before it, the request's seed and the position
+it will stand at: the random numbers it needs are a hash of seed, position and token id, so neither
+the batch around a request nor the process it runs in can change it. Everything is computed in
+float64.
+
+The steps and their order are those of vLLM's `v1/sample/sampler.py`: log-probabilities are taken of
+the logits as they are; then come the mask of a grammar, logit bias, min_tokens and the penalties;
+then, unless it is greedy, temperature, min-p, top-k and top-p.
 
 The logits of one prefix differ in their last bits, with the batch they were computed in and with
 whether the prefix was decoded or prefilled. So each token has a random number of its own, and the
@@ -20,9 +25,25 @@ import numpy as np
 import numpy.typing as npt
 
 from pd_grpc.engine.base import Sampled, SampleSpec, TokenLogprob
+from pd_grpc.engine.penalties import penalise
 from pd_grpc.protocol.sampling import Sampling
 
 Logits = npt.NDArray[np.float32]
+Mask = npt.NDArray[np.bool_]
+Changed = npt.NDArray[np.float32] | npt.NDArray[np.float64]
+"""Logits to choose by; as they came, where the request changes nothing."""
+
+SAMPLER_FEATURES = frozenset(
+    {
+        "logprobs",
+        "min_p",
+        "presence_penalty",
+        "frequency_penalty",
+        "repetition_penalty",
+        "logit_bias",
+    }
+)
+"""What an engine has that chooses its tokens here, as `Engine.features` names them."""
 
 _FIRST_LOOK = 512
 
@@ -31,23 +52,26 @@ class NotSampleable(ValueError):
     """The logits are not numbers, or leave no token that may be chosen."""
 
 
-def sample(logits: Logits, spec: SampleSpec, eos_token_ids: Collection[int]) -> Sampled:
-    """Choose the token that follows from `logits`, of shape `(vocab,)`.
+def sample(
+    logits: Logits,
+    spec: SampleSpec,
+    eos_token_ids: Collection[int],
+    mask: Mask | None = None,
+) -> Sampled:
+    """Choose the token that follows from `logits`, of shape `(vocab,)`; where there is a `mask`, of
+    the same shape, among those that it has, which min_tokens has been minded in.
 
-    Greedy takes the likeliest token, the lowest id among equals. Otherwise the logits are divided
-    by the temperature, cut by top-k and then by top-p, and one token is drawn from what is left.
-    NotSampleable when that is impossible.
+    Greedy takes the likeliest token, the lowest id among equals. Otherwise one is drawn from the
+    `candidates`. NotSampleable when that is impossible.
     """
     if not np.isfinite(logits.max()):
         raise NotSampleable("logits are not finite numbers")
     sampling = spec.sampling
-    allowed = logits
-    if spec.generated < sampling.min_tokens:
-        allowed = _without(logits, {*eos_token_ids, *sampling.stop_token_ids})
+    changed = _changed(logits, spec, eos_token_ids, mask)
     if sampling.greedy:
-        token_id = int(allowed.argmax())
+        token_id = int(changed.argmax())
     else:
-        token_ids, weights = candidates(allowed, sampling)
+        token_ids, weights = candidates(changed, sampling)
         token_id = _draw(token_ids, weights, uniforms(sampling.seed, spec.position, token_ids))
     if sampling.logprobs is None:
         return Sampled(token_id)
@@ -71,18 +95,26 @@ def uniforms(seed: int, position: int, token_ids: npt.NDArray[np.int64]) -> npt.
 
 
 def candidates(
-    logits: Logits, sampling: Sampling
+    logits: Changed, sampling: Sampling
 ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float64]]:
     """The token ids that may be drawn, ascending, and their weights (not normalised).
 
-    Top-k keeps the k largest logits; top-p then keeps the fewest of the likeliest tokens whose
-    probability among those left reaches p. Of equal logits the lower ids are kept first.
+    The logits are divided by the temperature. Min-p keeps the tokens that are at least so likely as
+    a fraction of the likeliest one's probability; top-k then keeps the k largest logits, and top-p
+    the fewest of the likeliest tokens whose probability among those left reaches p. Of equal logits
+    the lower ids are kept first.
     """
-    scaled = logits.astype(np.float64) / sampling.temperature
-    weights = np.exp(scaled - scaled.max())
-    kept = np.arange(len(weights), dtype=np.int64)
-    if 0 < sampling.top_k < len(weights):
-        kept = _largest(weights, sampling.top_k)
+    below_top = logits.astype(np.float64)
+    below_top -= below_top.max()
+    with np.errstate(over="ignore"):
+        weights = np.exp(below_top / sampling.temperature)
+    kept, likely = np.arange(len(weights), dtype=np.int64), weights
+    if sampling.min_p > 0:
+        # The weight of the likeliest is 1.
+        kept = np.flatnonzero(weights >= sampling.min_p)
+        likely = weights[kept]
+    if 0 < sampling.top_k < len(kept):
+        kept = kept[_largest(likely, sampling.top_k)]
     if sampling.top_p < 1.0:
         kept = kept[_nucleus(weights[kept], sampling.top_p)]
     return kept, weights[kept]
@@ -122,7 +154,35 @@ def _draw(
     return int(token_ids[waits.argmin()])
 
 
-def _without(logits: Logits, token_ids: Collection[int]) -> Logits:
+def _changed(
+    logits: Logits,
+    spec: SampleSpec,
+    eos_token_ids: Collection[int],
+    mask: Mask | None,
+) -> Changed:
+    """The logits after mask, bias, min_tokens and penalties, in this order; at least one is
+    finite."""
+    sampling = spec.sampling
+    changed: Changed = logits
+    if mask is not None:
+        changed = np.where(mask, logits, np.float32(-np.inf))
+        if changed.max() == -np.inf:
+            raise NotSampleable("the grammar leaves no token to choose")
+    if sampling.logit_bias:
+        changed = changed.astype(np.float64)
+        token_ids, biases = zip(*sampling.logit_bias, strict=True)
+        changed[list(token_ids)] += biases
+    if mask is None and spec.generated < sampling.min_tokens:
+        changed = _without(changed, {*eos_token_ids, *sampling.stop_token_ids})
+    if sampling.penalises:
+        assert spec.tally is not None, "penalties need to know the tokens so far"
+        penalised = changed.astype(np.float64)
+        penalise(penalised, sampling, spec.tally)
+        changed = penalised
+    return changed
+
+
+def _without(logits: Changed, token_ids: Collection[int]) -> Changed:
     allowed = logits.copy()
     allowed[[i for i in token_ids if 0 <= i < len(logits)]] = -np.inf
     if allowed.max() == -np.inf:

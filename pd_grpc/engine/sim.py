@@ -4,26 +4,31 @@ Every token of output depends on every byte of KV that is stored for the tokens 
 block that was lost, is stale or lies in the wrong place changes the answer. The rule below is all
 there is to it; `sim_reference` follows it without a pool, and any other language can.
 
-**Layout.** One FULL group of `sim_layers` layers; planes K and V of `uint8`, `sim_heads` heads of
-`sim_head_dim`; blocks in the canonical order. LE32 and LE64 below are little-endian unsigned
-integers, F32 is a little-endian IEEE 754 single, `||` joins bytes.
+**Layout.** By default (`sim_layout` is `plain`) one FULL group of `sim_layers` layers, with planes
+K and V of `uint8`, `sim_heads` heads of `sim_head_dim`. With `fp8-scale` they are of `float8_e4m3`,
+and behind them comes a plane SCALE of `float32` with 2 elements for each head. With `sliding` a
+second group follows, SLIDING with the window `sim_window`, of `sim_layers + 1` layers with planes K
+and V of `bfloat16`, `2 * sim_heads` heads of `sim_head_dim`. `sliding-fp8-scale` has both. Bytes
+are bytes here, whatever the dtype says. LE32 and LE64 below are little-endian unsigned integers,
+F32 is a little-endian IEEE 754 single, `||` joins bytes.
 
 **Chain.** `h[-1]` is 16 zero bytes, and for the token at position i
 
     h[i] = first 16 bytes of SHA-256( h[i-1] || LE32(token[i]) )
 
-**KV of a token.** With `n = sim_layers * 2 * sim_heads * sim_head_dim` bytes per token,
+**KV of a token.** With n bytes per token, over all groups, layers and planes,
 
     kv[i] = h[i] || first n - 16 bytes of SHAKE-128( h[i] )
 
-laid out layer -> plane -> head -> dimension. So plane K of layer 0 begins with `h[i]`, which is why
-it must have room for 16 bytes, and the engine takes `h[i-1]` from the pool, never from a variable:
-whoever holds the KV can go on.
+laid out group -> layer -> plane -> head -> dimension. So plane K of layer 0 begins with `h[i]`,
+which is why it must have room for 16 bytes, and the engine takes `h[i-1]` from the pool, never from
+a variable: whoever holds the KV can go on.
 
-**Next token.** The token at position n, n >= 1, follows from the stored KV of tokens 0 to n-1. Let
-`c` be the CRC-32C of these bytes, block after block in logical order, each in the canonical order
-(layer -> plane -> head -> token -> dimension); of a last block that is not full only the tokens it
-has count, in the same order. Then
+**Next token.** The token at position n, n >= 1, follows from the stored KV of tokens 0 to n-1; of a
+SLIDING group with window w, from that of the last w of them alone. Let `c` be the CRC-32C of these
+bytes: group after group, in each block after block in logical order, each block in the canonical
+order (layer -> plane -> head -> token -> dimension); of a block of which not all tokens count only
+those that do, in the same order. Then
 
     digest = SHA-256( LE32(c) || LE64(n) )                                       when greedy
     digest = SHA-256( LE32(c) || LE64(n) || LE64(seed)
@@ -35,6 +40,16 @@ and the token is 2 (end of sequence) or one of `stop_token_ids`, `digest` become
 and the token is taken again.
 
 The engine keeps nothing of a request between two steps.
+
+**Format.** With `sim_format` token-major the pool holds each layer of a block as token -> plane ->
+head -> dimension, and the layout's `format` is `sim-token-major`. The rule is the same: `c` is
+taken of the canonical bytes.
+
+**Ranks.** With `tp` or `pp` above 1 the KV lies in `tp * pp` memories, each with its own layers and
+heads, and the rule is applied to what they hold together: the answer is that of one rank. Where
+several ranks hold the same heads, `c` is worked out once with the bytes of each; if it is not the
+same every time it becomes the CRC-32C of all of them, so that a wrong byte on any rank changes the
+answer.
 """
 
 from __future__ import annotations
@@ -47,65 +62,46 @@ from dataclasses import dataclass
 
 import google_crc32c
 import numpy as np
-import numpy.typing as npt
 
 from pd_grpc.engine.base import (
     DecodeSlot,
     Engine,
     EngineFault,
+    EngineShard,
+    KvMemory,
     PrefillChunk,
     Sampled,
     SampleSpec,
 )
 from pd_grpc.engine.memory import HostKvMemory
 from pd_grpc.engine.pool_buffer import PoolBuffer
+from pd_grpc.engine.sim_layouts import CHAIN_BYTES, sim_layout
+from pd_grpc.engine.sim_pool import Bytes, Indices, SimGroup
+from pd_grpc.engine.sim_ranks import SimRanks
 from pd_grpc.engine.sim_tokenizer import EOS_ID, SimTokenizer
 from pd_grpc.engine.step_table import INVENTED_STEPS, StepTable
+from pd_grpc.engine.token_major import TokenMajorMemory
 from pd_grpc.protocol.config import EngineConfig
-from pd_grpc.protocol.layout import GroupKind, KvGroup, KvLayout, Plane, PlaneKind
+from pd_grpc.protocol.layout import CANONICAL
 from pd_grpc.protocol.sampling import Sampling
+from pd_grpc.protocol.shards import cut
 
-CHAIN_BYTES = 16
 SIM_MODEL_LEN = 1 << 20
 """The sim model's own limit: a prompt of a million tokens and some output."""
 MAX_VOCAB = 1 << 32
 """A token id is a uint32."""
 
 _CHAIN_START = bytes(CHAIN_BYTES)
-_CHECKSUM_BLOCKS = 1024
-"""Blocks copied together for a checksum; bounds the copy of a long context."""
-
-_Bytes = npt.NDArray[np.uint8]
-_Indices = npt.NDArray[np.intp]
-
-
-def sim_layout(config: EngineConfig) -> KvLayout:
-    """The layout of the sim model; ValueError when layer 0 has no room for the chain."""
-    if config.sim_heads * config.sim_head_dim < CHAIN_BYTES:
-        raise ValueError(
-            f"sim_head_dim: sim_heads * sim_head_dim is {config.sim_heads * config.sim_head_dim}, "
-            f"it takes {CHAIN_BYTES} at least"
-        )
-    planes = tuple(
-        Plane(kind, "uint8", config.sim_heads, config.sim_head_dim)
-        for kind in (PlaneKind.K, PlaneKind.V)
-    )
-    return KvLayout(
-        model=f"sim-v1/vocab={config.sim_vocab}",
-        positions="sim",
-        block_size=config.block_size,
-        groups=(KvGroup(GroupKind.FULL, config.sim_layers, planes),),
-    )
 
 
 @dataclass(frozen=True)
 class _Span:
-    """A chunk on its way into the pool: its KV `(tokens, layers, planes, heads, dims)`, and for
-    each token the physical block and the slot in it."""
+    """A chunk on its way into the pool: its KV, a token in each row, and for each token the
+    physical block and the slot in it."""
 
-    kv: _Bytes
-    blocks: _Indices
-    slots: _Indices
+    kv: Bytes
+    blocks: Indices
+    slots: Indices
 
 
 class SimEngine(Engine):
@@ -113,7 +109,8 @@ class SimEngine(Engine):
 
     A step takes its own time, about 5 us a token of prefill and 0.1 ms a slot of decode, and on top
     `sim_time_scale` times what `steps` says, slept through `sleep`; of a prefill step an equal part
-    before each layer is reported, so that sending overlaps it as it would overlap compute.
+    before each layer is reported, so that sending overlaps it as it would overlap compute. A step
+    of both takes what `steps` says of one pass: prefill its own time, and then decode the rest.
     """
 
     def __init__(
@@ -138,22 +135,27 @@ class SimEngine(Engine):
         self.features = frozenset()
         size = config.num_blocks * self.layout.block_bytes
         self._buffer = PoolBuffer(size, config.shares_pool)
-        self.memory = HostKvMemory(self._buffer.view, self.layout, self._buffer.fd)
-        whole = np.frombuffer(self._buffer.view, np.uint8)
-        self._blocks: _Bytes = whole.reshape(config.num_blocks, -1)
-        self._kv = self._blocks.reshape(
-            config.num_blocks,
-            config.sim_layers,
-            2,
-            config.sim_heads,
-            config.block_size,
-            config.sim_head_dim,
-        )
-        self._layers = config.sim_layers
+        stored = HostKvMemory(self._buffer.view, self.layout, self._buffer.fd)
+        self.memory: KvMemory = stored
+        if self.layout.format != CANONICAL:
+            self.memory = TokenMajorMemory(stored, self.layout)
+        pool = np.frombuffer(self._buffer.view, np.uint8).reshape(config.num_blocks, -1)
+        groups = range(len(self.layout.groups))
+        self._groups = [SimGroup(pool, self.layout, group) for group in groups]
+        self._ranks: SimRanks | None = None
+        if config.tp * config.pp > 1:
+            self._ranks = SimRanks(self.layout, cut(self.layout, config.tp, config.pp), pool)
+            self.memory = self._ranks.shards[0].memory
         self._tokenizer = SimTokenizer(config.sim_vocab)
         self._sleep = sleep
         self._steps = steps
         self._time_scale = config.sim_time_scale
+        self._spared_ms = 0.0
+        """What the step that runs takes less than its prefill and its decode apart."""
+
+    @property
+    def shards(self) -> tuple[EngineShard, ...]:
+        return super().shards if self._ranks is None else self._ranks.shards
 
     def prefill(
         self, batch: Sequence[PrefillChunk], on_layer: Callable[[int, int], None]
@@ -164,11 +166,14 @@ class SimEngine(Engine):
         ]
         spans = [self._span(c, table) for c, table in zip(batch, tables, strict=True)]
         step_ms = self._steps.prefill_ms(sum(len(chunk.token_ids) for chunk in batch))
-        for layer in range(self._layers):
-            self._pass(step_ms / self._layers)
-            for span in spans:
-                self._kv[span.blocks, layer, :, :, span.slots] = span.kv[:, layer]
-            on_layer(0, layer)
+        layers = sum(group.layers for group in self._groups)
+        for g, group in enumerate(self._groups):
+            for layer in range(group.layers):
+                self._pass(step_ms / layers)
+                for span in spans:
+                    group.store_layer(layer, span.blocks, span.slots, span.kv)
+                    self._push(span.blocks, g, layer)
+                on_layer(g, layer)
         return [
             self._choose(table, chunk.sample) if chunk.sample is not None else None
             for chunk, table in zip(batch, tables, strict=True)
@@ -182,17 +187,38 @@ class SimEngine(Engine):
         for slot, table in zip(batch, tables, strict=True):
             block, at = divmod(slot.position, self.layout.block_size)
             kv = self._chain_kv((slot.token_id,), slot.position, table)
-            self._kv[table[block], :, :, :, at] = kv[0]
+            for g, group in enumerate(self._groups):
+                group.store_token(table[block], at, kv[0])
+                for layer in range(group.layers):
+                    self._push(table[block : block + 1], g, layer)
         # The time passes before the KV is read again, which gives a writer that should have stopped
         # the chance to be noticed.
-        self._pass(self._steps.decode_ms(len(batch), sum(slot.position for slot in batch)))
+        self._pass(self._decode_ms(batch) - self._spared_ms)
         return [self._choose(table, slot.sample) for slot, table in zip(batch, tables, strict=True)]
+
+    def step(
+        self,
+        chunks: Sequence[PrefillChunk],
+        slots: Sequence[DecodeSlot],
+        on_layer: Callable[[int, int], None],
+    ) -> tuple[list[Sampled | None], list[Sampled]]:
+        tokens = sum(len(chunk.token_ids) for chunk in chunks)
+        context = sum(slot.position for slot in slots)
+        apart_ms = self._steps.prefill_ms(tokens) + self._decode_ms(slots)
+        self._spared_ms = apart_ms - self._steps.mixed_ms(tokens, len(slots), context)
+        try:
+            return super().step(chunks, slots, on_layer)
+        finally:
+            self._spared_ms = 0.0
 
     def tokenizer(self) -> SimTokenizer:
         return self._tokenizer
 
     def close(self) -> None:
         self._buffer.close()
+
+    def _decode_ms(self, batch: Sequence[DecodeSlot]) -> float:
+        return self._steps.decode_ms(len(batch), sum(slot.position for slot in batch))
 
     def _pass(self, ms: float) -> None:
         if self._time_scale > 0 and ms > 0:
@@ -205,7 +231,7 @@ class SimEngine(Engine):
         start: int,
         tokens: int,
         sample: SampleSpec | None,
-    ) -> _Indices:
+    ) -> Indices:
         """The blocks of the first `tokens` tokens; EngineFault when a part of the batch is wrong,
         before anything is written."""
         needed = self.layout.blocks_for(tokens)
@@ -223,15 +249,14 @@ class SimEngine(Engine):
             raise EngineFault(f"the token after {tokens} tokens is not at {sample.position}")
         return table
 
-    def _span(self, chunk: PrefillChunk, table: _Indices) -> _Span:
+    def _span(self, chunk: PrefillChunk, table: Indices) -> _Span:
         positions = np.arange(chunk.start, chunk.start + len(chunk.token_ids), dtype=np.intp)
         blocks, slots = np.divmod(positions, self.layout.block_size)
         kv = self._chain_kv(chunk.token_ids, chunk.start, table)
         return _Span(kv, table[blocks], slots)
 
-    def _chain_kv(self, token_ids: Sequence[int], start: int, table: _Indices) -> _Bytes:
-        """KV of tokens that follow the one stored at `start - 1`, `(tokens, layers, planes, heads,
-        dims)`."""
+    def _chain_kv(self, token_ids: Sequence[int], start: int, table: Indices) -> Bytes:
+        """KV of tokens that follow the one stored at `start - 1`, a token in each row."""
         chain = self._stored_chain(table, start - 1) if start else _CHAIN_START
         rest = self.layout.token_bytes - CHAIN_BYTES
         parts = []
@@ -240,17 +265,24 @@ class SimEngine(Engine):
             chain = hashlib.sha256(link).digest()[:CHAIN_BYTES]
             parts.append(chain)
             parts.append(hashlib.shake_128(chain).digest(rest))
-        kv: _Bytes = np.frombuffer(b"".join(parts), np.uint8)
-        _, layers, planes, heads, _, dims = self._kv.shape
-        return kv.reshape(len(token_ids), layers, planes, heads, dims)
+        return np.frombuffer(b"".join(parts), np.uint8).reshape(len(token_ids), -1)
 
-    def _stored_chain(self, table: _Indices, position: int) -> bytes:
+    def _stored_chain(self, table: Indices, position: int) -> bytes:
         block, slot = divmod(position, self.layout.block_size)
-        return self._kv[table[block], 0, 0, :, slot].tobytes()[:CHAIN_BYTES]
+        self._pull(table[block : block + 1])
+        return self._groups[0].first_bytes(table[block], slot)[:CHAIN_BYTES]
 
-    def _choose(self, table: _Indices, spec: SampleSpec) -> Sampled:
+    def _pull(self, blocks: Indices, replica: int = 0) -> None:
+        if self._ranks is not None:
+            self._ranks.pull(blocks, replica)
+
+    def _push(self, blocks: Indices, group: int, layer: int) -> None:
+        if self._ranks is not None:
+            self._ranks.push(np.unique(blocks), group, layer)
+
+    def _choose(self, table: Indices, spec: SampleSpec) -> Sampled:
         s = spec.sampling
-        digest = _mix(self._checksum(table, spec.position), spec.position, s)
+        digest = _mix(self._stored_checksum(table, spec.position), spec.position, s)
         token_id = _token(digest, self.vocab_size)
         if spec.generated < s.min_tokens:
             while token_id == EOS_ID or token_id in s.stop_token_ids:
@@ -258,15 +290,22 @@ class SimEngine(Engine):
                 token_id = _token(digest, self.vocab_size)
         return Sampled(token_id)
 
-    def _checksum(self, table: _Indices, tokens: int) -> int:
-        """CRC-32C of the KV stored for the first `tokens` tokens."""
-        full, rest = divmod(tokens, self.layout.block_size)
+    def _stored_checksum(self, table: Indices, tokens: int) -> int:
+        """Of what the ranks hold, every one of them."""
+        found = []
+        for replica in range(1 if self._ranks is None else self._ranks.replicas):
+            self._pull(table, replica)
+            found.append(self._checksum(table, tokens))
+        if found.count(found[0]) == len(found):
+            return found[0]
+        crc: int = google_crc32c.value(struct.pack(f"<{len(found)}I", *found))
+        return crc
+
+    def _checksum(self, table: Indices, tokens: int) -> int:
+        """CRC-32C of the KV that attention sees at the first `tokens` tokens."""
         crc = 0
-        for first in range(0, full, _CHECKSUM_BLOCKS):
-            some = table[first : min(first + _CHECKSUM_BLOCKS, full)]
-            crc = google_crc32c.extend(crc, self._blocks.take(some, axis=0))
-        if rest:
-            crc = google_crc32c.extend(crc, self._kv[table[full], :, :, :, :rest].tobytes())
+        for group in self._groups:
+            crc = group.checksum(crc, table, tokens)
         return crc
 
 

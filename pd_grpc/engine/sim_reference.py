@@ -12,9 +12,11 @@ from collections.abc import Sequence
 
 import google_crc32c
 
+from pd_grpc.engine.sim_layouts import sim_layout
 from pd_grpc.engine.sim_tokenizer import EOS_ID, SimTokenizer
 from pd_grpc.engine.stopping import StopRule
 from pd_grpc.protocol.config import EngineConfig
+from pd_grpc.protocol.layout import DTYPE_BYTES, KvGroup
 from pd_grpc.protocol.sampling import Sampling
 
 
@@ -47,34 +49,85 @@ class SimKv:
     """The KV of one sequence, as blocks in the canonical order would hold it."""
 
     def __init__(self, config: EngineConfig) -> None:
-        self._block_size = config.block_size
-        self._row_bytes = config.sim_head_dim
-        self._token_bytes = config.sim_layers * 2 * config.sim_heads * config.sim_head_dim
+        layout = sim_layout(config)
+        self._token_bytes = layout.token_bytes
+        self._groups = []
+        start = 0
+        for group in layout.groups:
+            self._groups.append(_GroupKv(group, layout.block_size, start))
+            start += group.layers * group.token_bytes
         self._chain = b"\0" * 16
-        self._full_blocks_crc = 0
-        self._block: list[bytes] = []
         self.tokens = 0
 
     def append(self, token_id: int) -> bytes:
-        """Add the next token; returns its KV, layer -> plane -> head -> dimension."""
+        """Add the next token; returns its KV, group -> layer -> plane -> head -> dimension."""
         self._chain = hashlib.sha256(self._chain + struct.pack("<I", token_id)).digest()[:16]
-        more = hashlib.shake_128(self._chain).digest(self._token_bytes - 16)
-        if len(self._block) == self._block_size:
-            self._full_blocks_crc = self.crc()
-            self._block = []
-        self._block.append(self._chain + more)
+        kv = self._chain + hashlib.shake_128(self._chain).digest(self._token_bytes - 16)
+        for group in self._groups:
+            group.append(kv)
         self.tokens += 1
-        return self._block[-1]
+        return kv
 
     def last_block(self) -> bytes:
         """The block of the last token, canonical, without room for the tokens that it lacks."""
-        rows = range(0, self._token_bytes, self._row_bytes)
-        return b"".join(kv[row : row + self._row_bytes] for row in rows for kv in self._block)
+        return b"".join(group.last_block() for group in self._groups)
 
     def crc(self) -> int:
-        """CRC-32C of all blocks so far."""
-        crc: int = google_crc32c.extend(self._full_blocks_crc, self.last_block())
+        """CRC-32C of all that the next token depends on."""
+        crc = 0
+        for group in self._groups:
+            crc = group.crc(crc)
         return crc
+
+
+class _GroupKv:
+    """One group's part of it: the tokens that count, in blocks, and those of the last block."""
+
+    def __init__(self, group: KvGroup, block_size: int, start: int) -> None:
+        self._block_size = block_size
+        self._window = group.window
+        self._rows = []
+        """Where the bytes of each layer, plane and head lie in a token's KV."""
+        for _layer in range(group.layers):
+            for plane in group.planes:
+                for _head in range(plane.heads):
+                    size = plane.head_dim * DTYPE_BYTES[plane.dtype]
+                    self._rows.append((start, start + size))
+                    start += size
+        self._blocks: list[list[bytes]] = []
+        self._before = 0
+        """CRC-32C of the blocks before these, in a group without a window."""
+
+    def append(self, kv: bytes) -> None:
+        if not self._blocks or len(self._blocks[-1]) == self._block_size:
+            if self._window:
+                kept = -(-self._window // self._block_size)
+                self._blocks = self._blocks[-kept:]
+            else:
+                self._before = self.crc(0)
+                self._blocks = []
+            self._blocks.append([])
+        self._blocks[-1].append(kv)
+
+    def last_block(self) -> bytes:
+        return self._canonical(self._blocks[-1])
+
+    def crc(self, crc: int) -> int:
+        blocks = [list(block) for block in self._blocks]
+        unseen = sum(map(len, blocks)) - self._window if self._window else 0
+        for block in blocks:
+            out_of_sight = min(max(0, unseen), len(block))
+            del block[:out_of_sight]
+            unseen -= out_of_sight
+        if self._before:
+            assert crc == 0, "a group without a window is the first"
+            crc = self._before
+        for block in blocks:
+            crc = google_crc32c.extend(crc, self._canonical(block))
+        return crc
+
+    def _canonical(self, tokens: Sequence[bytes]) -> bytes:
+        return b"".join(kv[first:end] for first, end in self._rows for kv in tokens)
 
 
 def _next_token(kv: SimKv, sampling: Sampling, vocab: int, output_before: int) -> int:

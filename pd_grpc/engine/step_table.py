@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+_MIXED = 1.1
+
 
 @dataclass(frozen=True)
 class StepTable:
@@ -37,6 +39,19 @@ class StepTable:
     def decode_ms(self, batch: int, context_tokens: int) -> float:
         """Time of a decode step of `batch` requests with `context_tokens` in their contexts."""
         return _at(self.decode, batch) + context_tokens * self.decode_context_ms
+
+    def mixed_ms(self, tokens: int, batch: int, context_tokens: int) -> float:
+        """Time of one pass that computes `tokens` tokens of prompts beside a decode step.
+
+        As `splitwise-sim` has it (`get_iteration_duration` in its performance_model.py): a prefill
+        step of all its tokens, and a tenth more; but no less than the decode step alone.
+        """
+        if not tokens:
+            return self.decode_ms(batch, context_tokens)
+        if not batch:
+            return self.prefill_ms(tokens)
+        pass_ms = _MIXED * self.prefill_ms(tokens + batch)
+        return max(pass_ms, self.decode_ms(batch, context_tokens))
 
 
 def _at(points: Sequence[tuple[int, float]], size: int) -> float:

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from pd_grpc.conformance.sampling_values import FEATURES
 from pd_grpc.engine.base import Tokenizer
 from pd_grpc.engine.load import ModelError, load_engine, load_tokenizer
 from pd_grpc.engine.model_source import find_model
@@ -64,7 +65,7 @@ def test_a_folder_loads_and_is_named_after_itself(llama: Path) -> None:
 
     assert engine.name == "tiny-llama"
     assert (engine.vocab_size, engine.max_model_len) == (300, 512)
-    assert engine.features == {"logprobs"}
+    assert engine.features == {*FEATURES}
     assert stages[0] == "reading tiny-llama"
     assert stages[-1].startswith("making a pool of 4 blocks")
 
@@ -135,13 +136,22 @@ def test_a_missing_or_misshapen_weight_is_refused_and_not_made_up(tmp_path: Path
     assert "model.layers.1.mlp.up_proj.weight" in refusal(folder).message
 
 
+def test_a_weight_that_the_configuration_has_no_place_for_is_refused(tmp_path: Path) -> None:
+    folder = save_model(tmp_path, LlamaConfig(**SIZES, attention_bias=True))
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "attention_bias": False}))
+
+    says = "12 weights that its configuration has no place for, the first is model.layers.0.self_"
+    assert says in refusal(folder).message
+
+
 @pytest.mark.parametrize(
     ("options", "field", "says"),
     [
         ({"chunk_tokens": 100}, "chunk_tokens", "not a multiple of block_size (16)"),
         ({"max_model_len": 513}, "max_model_len", "512"),
         ({"max_model_len": 400, "num_blocks": 24}, "num_blocks", "hold 384 tokens"),
-        ({"device": "cuda"}, "device", "only cpu"),
+        ({"device": "gpu"}, "device", "cpu, cuda or cuda:N"),
     ],
 )
 def test_sizes_and_devices_out_of_bounds_are_refused(
@@ -154,16 +164,14 @@ def test_sizes_and_devices_out_of_bounds_are_refused(
 
 
 def sliding_layers() -> Any:
-    return Gemma2Config(**SIZES, head_dim=8)
+    return Gemma2Config(**SIZES, head_dim=8, sliding_window=64)
 
 
 UNSUPPORTED: dict[str, tuple[Callable[[], Any], str]] = {
     "sliding window": (lambda: MistralConfig(**SIZES, sliding_window=64), "sliding window of 64"),
-    "sliding layers": (sliding_layers, "sliding_attention"),
+    "sliding layers": (sliding_layers, "sliding window of 64"),
     "softcap": (
-        lambda: Gemma2Config(
-            **SIZES, head_dim=8, layer_types=["full_attention"] * 3, sliding_window=None
-        ),
+        lambda: Gemma2Config(**SIZES, head_dim=8, layer_types=["full_attention"] * 3),
         "softcap",
     ),
     "dynamic rope": (
@@ -278,7 +286,7 @@ def test_the_quick_way_to_read_a_gguf_gives_what_transformers_gives() -> None:
         for a, b in zip(ours.tensors[::40], theirs.tensors[::40], strict=True)
     )
     original = gguf.GGUFReader
-    with quick_gguf(lambda stage: None):
+    with quick_gguf():
         assert gguf.GGUFReader(path) is gguf.GGUFReader(path)
     assert gguf.GGUFReader is original
 
@@ -333,8 +341,8 @@ def test_a_local_model_is_loaded_without_the_network(monkeypatch: pytest.MonkeyP
     load_engine(EngineConfig(model="smollm2", num_blocks=4, threads=1))
 
 
-@pytest.mark.parametrize("setting", [{"model": "/nowhere"}, {"device": "cuda"}])
-def test_what_cannot_be_had_is_told_before_torch_is_imported(
+@pytest.mark.parametrize("setting", [{"model": "/nowhere"}, {"device": "gpu"}])
+def test_what_cannot_be_had_is_told_before_a_model_is_read(
     setting: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "pd_grpc.engine.torch", None)

@@ -151,6 +151,20 @@ def test_a_decode_step_takes_the_time_of_its_batch_and_contexts() -> None:
     assert slept == [pytest.approx(0.003), pytest.approx(0.003)]
 
 
+def test_a_step_of_both_takes_the_time_of_one_pass_and_the_next_its_own() -> None:
+    slept: list[float] = []
+    config = SMALL.model_copy(update={"sim_time_scale": 1.0})
+    engine = SimEngine(config, sleep=slept.append, steps=STEPS)
+    chunk = PrefillChunk(IDS[:5], 0, [0, 1])
+    slots = [DecodeSlot(1, 0, [block], SampleSpec(GREEDY, 1, 0)) for block in (2, 3)]
+    prefilled, decoded = engine.step([chunk], slots, no_callback)
+    assert (len(prefilled), len(decoded)) == (1, 2)
+    assert sum(slept) == pytest.approx(0.001 * STEPS.mixed_ms(5, 2, 0)) == 0.0231
+    slept.clear()
+    engine.step([], slots[:1], no_callback)
+    assert slept == [pytest.approx(0.005)]
+
+
 def test_a_time_scale_of_zero_never_sleeps() -> None:
     slept: list[float] = []
     engine = SimEngine(SMALL, sleep=slept.append, steps=STEPS)

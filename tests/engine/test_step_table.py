@@ -25,6 +25,13 @@ def test_decode_time_grows_with_the_batch_and_with_its_context() -> None:
     assert TABLE.decode_ms(9, 0) == pytest.approx(8)
 
 
+def test_a_step_of_both_is_one_pass_over_all_its_tokens_and_a_tenth() -> None:
+    assert TABLE.mixed_ms(9, 2, 0) == pytest.approx(1.1 * TABLE.prefill_ms(11))
+    assert TABLE.mixed_ms(1, 4, 100) == TABLE.decode_ms(4, 100), "no less than the decode alone"
+    assert TABLE.mixed_ms(7, 0, 0) == TABLE.prefill_ms(7)
+    assert TABLE.mixed_ms(0, 3, 10) == TABLE.decode_ms(3, 10)
+
+
 def test_the_invented_times_rise_with_the_size_of_the_step() -> None:
     prefill = [INVENTED_STEPS.prefill_ms(tokens) for tokens in range(1, 20_000, 37)]
     decode = [INVENTED_STEPS.decode_ms(batch, batch * 1000) for batch in range(1, 600)]

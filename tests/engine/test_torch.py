@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 from pd_grpc.engine.base import DecodeSlot, EngineFault, PrefillChunk, SampleSpec
 from pd_grpc.engine.batch_rows import filled, steady_group
+from pd_grpc.engine.packed_linear import Linear
 from pd_grpc.engine.torch import TorchEngine
 from pd_grpc.protocol.layout import GroupKind
 from pd_grpc.protocol.sampling import Sampling
@@ -274,13 +275,31 @@ def test_a_step_that_cannot_run_is_a_fault_and_the_engine_stays_usable(
     assert len(llama.decode([DecodeSlot(1, 0, [0], spec)])) == 1
 
 
-def test_logits_that_are_no_numbers_are_a_fault(folders: dict[str, Path]) -> None:
+def test_a_row_that_gives_no_token_is_its_requests_fault_alone(folders: dict[str, Path]) -> None:
+    """S4: its KV is no numbers, or its sampling leaves nothing to choose."""
     engine = load_tiny(folders["llama"])
     rubbish = np.full(engine.layout.block_bytes // 4, np.nan, np.float32)
     engine.memory.write([0], 0, 0, 3, memoryview(rubbish.tobytes()))
+    nothing = Sampling(max_tokens=9, min_tokens=5, stop_token_ids=tuple(range(VOCAB)))
+    alone, beside = (Request(prompt_of(19), scattered(5), GREEDY) for _ in range(2))
+    for request in (alone, beside):
+        prefill(engine, [request])
+    slot = DecodeSlot(beside.output[-1].token_id, 19, beside.table, SampleSpec(GREEDY, 20, 1))
+    (meant,) = engine.decode([slot])
 
-    with pytest.raises(EngineFault, match="finite"):
-        engine.decode([DecodeSlot(1, 3, [0], SampleSpec(GREEDY, 4, 1))])
+    (prefilled,), decoded = engine.step(
+        [PrefillChunk([5, 6], 0, [1], SampleSpec(nothing, 2, 0))],
+        [
+            DecodeSlot(1, 3, [0], SampleSpec(GREEDY, 4, 1)),
+            slot,
+            DecodeSlot(1, 0, [2], SampleSpec(nothing, 1, 1)),
+        ],
+        NO_LAYER,
+    )
+
+    assert decoded[1] == meant and not meant.fault
+    assert prefilled is not None and "no token" in prefilled.fault
+    assert "finite" in decoded[0].fault and "no token" in decoded[2].fault
 
 
 def test_an_empty_batch_is_no_work(llama: TorchEngine) -> None:
@@ -298,17 +317,21 @@ def test_warming_up_touches_block_zero_alone(folders: dict[str, Path]) -> None:
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_a_rows_bits_do_not_depend_on_its_neighbours(folders: dict[str, Path], dtype: str) -> None:
-    model = AutoModelForCausalLM.from_pretrained(
-        folders["llama"], dtype=getattr(torch, dtype)
-    ).model.layers[0]
-    group = steady_group(model)
-    rows = torch.randn(40, SIZES["hidden_size"]).to(model.mlp.gate_proj.weight.dtype)
+    model = AutoModelForCausalLM.from_pretrained(folders["llama"], dtype=getattr(torch, dtype))
+    plain, packed = (
+        Linear([layer.weight], [None])
+        for layer in (model.model.layers[0].mlp.gate_proj, model.model.layers[1].mlp.gate_proj)
+    )
+    packed.pack()
+    rows = torch.randn(40, SIZES["hidden_size"]).to(plain.dtype)
 
     with torch.inference_mode():
-        many = model.mlp.gate_proj(rows)
-        for count in range(1, 33):
-            few = model.mlp.gate_proj(rows[: filled(count, group)])
-            assert torch.equal(few[:count], many[:count])
+        for product in (plain, packed):
+            group = steady_group([product])
+            many = product(rows)
+            for count in range(1, 33):
+                few = product(rows[: filled(count, group)])
+                assert torch.equal(few[:count], many[:count])
 
 
 def test_engines_of_the_same_model_agree_on_its_fingerprint(folders: dict[str, Path]) -> None:

@@ -19,6 +19,7 @@ from transformers import (
 
 from pd_grpc.engine.base import DecodeSlot, PrefillChunk, Sampled, SampleSpec
 from pd_grpc.engine.load import load_engine
+from pd_grpc.engine.penalties import tally
 from pd_grpc.engine.torch import TorchEngine
 from pd_grpc.protocol.config import EngineConfig
 from pd_grpc.protocol.sampling import Sampling
@@ -64,14 +65,18 @@ def save_model(folder: Path, config: Any, seed: int = 0) -> Path:
         if name.endswith("bias"):  # zero at birth, so that forgetting one would not show
             torch.nn.init.normal_(parameter, std=0.2)
     model.save_pretrained(folder)
+    byte_tokenizer().save_pretrained(folder)
+    return folder
+
+
+def byte_tokenizer() -> PreTrainedTokenizerFast:
+    """A token for each byte, and two to begin and to end with."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocab = {letter: i for i, letter in enumerate(alphabet)}
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<bos>", eos_token="<eos>")
-    fast.save_pretrained(folder)
-    return folder
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<bos>", eos_token="<eos>")
 
 
 def load_tiny(folder: Path, **options: Any) -> TorchEngine:
@@ -82,8 +87,11 @@ def load_tiny(folder: Path, **options: Any) -> TorchEngine:
     return engine
 
 
-def eager_tokens(folder: Path, prompt: Sequence[int], count: int) -> list[int]:
-    """What transformers' own `generate` with eager attention says, greedily, past any EOS."""
+def eager_tokens(
+    folder: Path, prompt: Sequence[int], count: int, processors: Any = None
+) -> list[int]:
+    """What transformers' own `generate` with eager attention says, greedily, past any EOS, with
+    these LogitsProcessors."""
     model = AutoModelForCausalLM.from_pretrained(
         folder, dtype=torch.float32, attn_implementation="eager"
     )
@@ -95,6 +103,7 @@ def eager_tokens(folder: Path, prompt: Sequence[int], count: int) -> list[int]:
             attention_mask=torch.ones_like(ids),
             max_new_tokens=count,
             do_sample=False,
+            logits_processor=processors,
             pad_token_id=0,
         )
     tokens: list[int] = out[0, len(prompt) :].tolist()
@@ -122,12 +131,13 @@ class Request:
             PrefillChunk(self.prompt[at : at + chunk_tokens], at, self.table) for at in starts
         ]
         last = chunks[-1]
-        spec = SampleSpec(self.sampling, len(self.prompt), 0)
+        spec = SampleSpec(self.sampling, len(self.prompt), 0, tally(self.prompt, ()))
         return [*chunks[:-1], PrefillChunk(last.token_ids, last.start, self.table, spec)]
 
     def slot(self) -> DecodeSlot:
         position = len(self.prompt) + len(self.output) - 1
-        spec = SampleSpec(self.sampling, position + 1, len(self.output))
+        so_far = tally(self.prompt, self.tokens)
+        spec = SampleSpec(self.sampling, position + 1, len(self.output), so_far)
         return DecodeSlot(self.tokens[-1], position, self.table, spec)
 
 
