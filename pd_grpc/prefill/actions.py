@@ -94,26 +94,28 @@ class CancelAllocate:
 
 @dataclass(frozen=True)
 class OpenTransfer:
-    """Open a stream to one shard and send what `plan` says as it is computed. When the transfer is
-    known already, open it again with the new `open` message and resend what D lacks. `decode` is
-    D's control endpoint, `endpoint` the shard's."""
+    """Open a stream to one shard of D, from our shard `sender`, and send what `plan` says as it is
+    computed. When the transfer is known already, open it again with the new `open` message and
+    resend what D lacks. `strand` is its place in `Grant.strands`, `decode` is D's control endpoint,
+    `endpoint` the shard's."""
 
     key: TransferKey
-    shard: int
+    strand: int
     decode: str
     endpoint: str
     open: transfer_pb2.TransferOpen
     plan: SendPlan
     progress_s: float
     timeout_s: float
+    sender: int = 0
 
 
 @dataclass(frozen=True)
 class CloseTransfer:
-    """Stop sending to one shard; confirmed by TransferClosed."""
+    """Stop sending over one strand; confirmed by TransferClosed."""
 
     key: TransferKey
-    shard: int
+    strand: int
 
 
 @dataclass(frozen=True)

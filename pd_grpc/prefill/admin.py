@@ -12,15 +12,15 @@ from pd_grpc.prefill.view import lane_info
 from pd_grpc.protocol.admin import ChangeFeed
 from pd_grpc.protocol.clock import Clock
 from pd_grpc.protocol.config import PrefillConfig
+from pd_grpc.protocol.instance_view import InstanceView
 from pd_grpc.protocol.messages import duration
 from pd_grpc.protocol.serving import ControlServer
-from pd_grpc.protocol.span_messages import span_messages
 from pd_grpc.protocol.version import VERSION
 from pd_grpc.telemetry.recent import RecentTraces
 from pd_grpc.v1 import admin_pb2
 
 
-class PrefillView:
+class PrefillView(InstanceView):
     """AdminView of P."""
 
     def __init__(
@@ -33,14 +33,13 @@ class PrefillView:
         changes: ChangeFeed,
         traces: RecentTraces,
     ) -> None:
+        super().__init__(control, traces)
         self._config = config
         self._model = model
         self._runtime = runtime
         self._machine = runtime.machine
-        self._control = control
         self._clock = clock
         self._changes = changes
-        self._traces = traces
         self._started = clock.now()
 
     def server_info(self) -> admin_pb2.ServerInfo:
@@ -49,7 +48,7 @@ class PrefillView:
         info = admin_pb2.ServerInfo(
             instance=self._machine.instance,
             endpoint=self._control.endpoint,
-            health=self._health(),
+            health=self._health(self._machine.draining),
             health_reason=self._control.reason,
             version=VERSION,
             model=self._model,
@@ -71,18 +70,6 @@ class PrefillView:
             for state, number in counts.items():
                 target.add(state=state.wire, transfers=number)
         return info
-
-    async def peer_infos(self) -> list[admin_pb2.ServerInfo]:
-        """Nobody is behind a P."""
-        return []
-
-    def spans(self, wanted: str) -> list[admin_pb2.Span]:
-        """What is still known of a trace."""
-        return span_messages(self._traces.find(wanted))
-
-    async def peer_spans(self, trace_id: str) -> list[admin_pb2.Span]:
-        """Nobody is behind a P."""
-        return []
 
     def transfers(self) -> list[admin_pb2.TransferInfo]:
         """In flight, oldest first."""
@@ -114,8 +101,3 @@ class PrefillView:
             info = self.transfer(*change.key)
             if info is not None:
                 self._changes.publish(info)
-
-    def _health(self) -> admin_pb2.Health:
-        if self._machine.draining:
-            return admin_pb2.HEALTH_DRAINING
-        return admin_pb2.HEALTH_SERVING if self._control.ready else admin_pb2.HEALTH_NOT_SERVING

@@ -8,6 +8,7 @@ from itertools import count
 from pd_grpc.blocks.pool import BlockState
 from pd_grpc.blocks.prefix_cache import PrefixCache
 from pd_grpc.engine.base import Sampled
+from pd_grpc.engine.chunks import cut_of
 from pd_grpc.prefill.actions import EngineAlive, EngineStuck, RunStep
 from pd_grpc.prefill.conversations import Fail
 from pd_grpc.prefill.requests import Requests, Timer
@@ -48,7 +49,9 @@ class Compute:
         self._decoding_s = decoding_s
         self._starting = starting
         self._computed = computed
-        self._scheduler = PrefillScheduler(cache, layout, config.prefill_batch, config.chunk_tokens)
+        self._scheduler = PrefillScheduler(
+            cache, layout, config.prefill_batch, config.chunk_tokens, cut_of(config)
+        )
         self._serving = ServingTimesByPeer(config.serving_quantile)
         self._steps = count(1)
         self._step = 0
@@ -98,13 +101,17 @@ class Compute:
         return True
 
     def done(self, step: int, results: Sequence[Sampled | None], now: float) -> None:
-        """The step has been computed."""
+        """The step has been computed. One that got no token fails alone, and what was computed for
+        it is not kept."""
         plan = self._finish(step)
         if plan is None:
             return
         for record, chunk, sampled in zip(plan.records, plan.chunks, results, strict=True):
             if record.state.terminal:
                 self._requests.return_blocks(record)
+                continue
+            if sampled is not None and sampled.fault:
+                self._fail(record, Fault(Reason.ENGINE_ERROR, sampled.fault), now, True)
                 continue
             record.computed = chunk.start + len(chunk.token_ids)
             self._scheduler.keep(record)

@@ -152,12 +152,14 @@ class Conversations:
             self._consume(session, session.leave(reason), now)
 
     def _hello(self, name: str) -> decode_pb2.Hello:
+        shards = self._limits.shards
         return decode_pb2.Hello(
             instance=self._instance,
             decode_name=name,
             features=sorted(self._limits.features),
             layouts=[layout_to_proto(self._limits.layout)],
             transports=self.carriers.wire,
+            shards=[shard.to_proto() for shard in shards] if len(shards) > 1 else (),
         )
 
     def _heard(

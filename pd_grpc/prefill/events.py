@@ -18,11 +18,13 @@ AnyFault = Fault | TransportFault
 @dataclass(frozen=True)
 class PrefillCalled:
     """A Prefill call has come. `call` is the shell's own number for it; `budget_s` the time the
-    request may still take."""
+    request may still take. `objection` is what the engine has against a request that has no other
+    fault."""
 
     call: int
     request: prefill_pb2.PrefillRequest
     budget_s: float
+    objection: Fault | None = None
 
 
 @dataclass(frozen=True)
@@ -91,7 +93,7 @@ class KvAcked:
     """A shard has acknowledged these slabs: `acked_bytes` of payload in all, over every stream."""
 
     key: TransferKey
-    shard: int
+    strand: int
     slabs: Sequence[Slab]
     acked_bytes: int
 
@@ -101,33 +103,36 @@ class TransferReopened:
     """A stream that was opened again has reached its shard, which had nothing new to tell."""
 
     key: TransferKey
-    shard: int
+    strand: int
 
 
 @dataclass(frozen=True)
 class TransferCompleted:
-    """A shard has everything; the bulk side has dropped the transfer."""
+    """A shard has everything that goes over a strand; the bulk side has dropped the transfer."""
 
     key: TransferKey
-    shard: int
+    strand: int
 
 
 @dataclass(frozen=True)
 class TransferBroken:
     """A shard's stream has ended before it was completed. The bulk side keeps the transfer until
-    it is opened again or closed."""
+    it is opened again or closed. `stopped` is as for `SendStream.close`."""
 
     key: TransferKey
-    shard: int
+    strand: int
     fault: AnyFault
+    stopped: bool = True
 
 
 @dataclass(frozen=True)
 class TransferClosed:
-    """The bulk side has dropped a transfer and will not touch its blocks again."""
+    """The bulk side has dropped a transfer and will not touch its blocks again. `stopped` is as for
+    `SendStream.close`, of every stream of the strand."""
 
     key: TransferKey
-    shard: int
+    strand: int
+    stopped: bool = True
 
 
 @dataclass(frozen=True)

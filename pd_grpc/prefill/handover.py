@@ -17,7 +17,13 @@ from pd_grpc.prefill.decode_faults import (
     no_answer,
     our_mistake,
 )
-from pd_grpc.prefill.events import AnyFault, FirstTokenAnswered, KvAcked, TransferBroken
+from pd_grpc.prefill.events import (
+    AnyFault,
+    FirstTokenAnswered,
+    KvAcked,
+    TransferBroken,
+    TransferClosed,
+)
 from pd_grpc.prefill.grants import send_plan
 from pd_grpc.prefill.requests import Requests, Timer
 from pd_grpc.prefill.sender_watch import SenderWatch
@@ -81,11 +87,11 @@ class Handover:
     # --- KV ------------------------------------------------------------------------------------
 
     def starting(self, record: PrefillRecord, now: float) -> None:
-        """A request has its blocks: open a stream to every shard, before anything is computed."""
+        """A request has its blocks: open every stream, before anything is computed."""
         assert record.grant is not None
         if record.kv_needed:
-            for shard in range(len(record.grant.shards)):
-                self._open(record, shard, now)
+            for strand in range(len(record.grant.strands)):
+                self._open(record, strand, now)
 
     def acked(self, event: KvAcked, now: float) -> None:
         """A shard has acknowledged KV."""
@@ -94,29 +100,35 @@ class Handover:
             self._requests.late_events += 1
             return
         record.times.kv_acked = now
-        record.acked_bytes[event.shard] = event.acked_bytes
-        self.silence.ended(record)
+        record.acked_bytes[event.strand] = event.acked_bytes
+        self.silence.ended(record, event.strand)
 
-    def completed(self, key: TransferKey, shard: int, now: float) -> None:
-        """A shard has everything."""
-        record = self._ended(key, shard, Stream.COMPLETED)
+    def completed(self, key: TransferKey, strand: int, now: float) -> None:
+        """A shard has everything that goes over a strand."""
+        record = self._ended(key, strand, Stream.COMPLETED)
         if record is not None:
             record.times.kv_acked = now
-            self.silence.ended(record)
+            self.silence.ended(record, strand)
             self._try_hand_off(record, now)
 
-    def closed(self, key: TransferKey, shard: int) -> None:
+    def closed(self, event: TransferClosed) -> None:
         """The bulk side has let go of a transfer."""
-        self._ended(key, shard, Stream.CLOSED)
+        record = self._requests.get(event.key)
+        if record is not None and not event.stopped:
+            record.may_land = True
+        self._ended(event.key, event.strand, Stream.CLOSED)
 
     def broken(self, event: TransferBroken, now: float) -> None:
-        """A stream has ended too early. D's own word is final; without one it is opened again."""
+        """A stream has ended too early. D's own word is final; without one it is opened again,
+        unless it may not have stopped: the next one would end with the word that it has."""
         record = self._requests.get(event.key)
-        if record is None or record.streams.get(event.shard) is not Stream.OPEN:
+        if record is not None and not event.stopped:
+            record.may_land = True
+        if record is None or record.streams.get(event.strand) is not Stream.OPEN:
             self._requests.late_events += 1
             return
-        owed = self.watch.owes(record, event.shard)
-        record.streams[event.shard] = Stream.BROKEN
+        owed = self.watch.owes(record, event.strand)
+        record.streams[event.strand] = Stream.BROKEN
         assert record.grant is not None
         fault = event.fault
         if is_silence(fault) and record.left(now) > 0:
@@ -124,42 +136,44 @@ class Handover:
             fault = no_answer(record.grant.endpoint, "transfer")
         # A session that was replaced meanwhile is as good as a connection that was.
         again = fault.reason is Reason.NO_SESSION if isinstance(fault, Fault) else fault.peer_lost
-        if not again:
+        if not again or record.may_land:
             self._fail(record, _of_transfer(fault, record), now, True)
             return
         again_at = now + self._config.reconnect_min_s
-        self._requests.timers.set(Timer("reopen", record.key, event.shard), again_at)
+        self._requests.timers.set(Timer("reopen", record.key, event.strand), again_at)
         lost = isinstance(fault, TransportFault)
-        self.silence.lost(record, _of_transfer(fault, record) if lost else None, owed, now)
+        why = _of_transfer(fault, record) if lost else None
+        self.silence.lost(record, event.strand, why, owed, now)
 
-    def reopen(self, key: TransferKey, shard: int, now: float) -> None:
+    def reopen(self, key: TransferKey, strand: int, now: float) -> None:
         """The back-off of a broken stream is over. Without a session it waits for the next one."""
         record = self._requests.in_flight.get(key)
         if record is None or record.grant is None:
             return
-        if record.streams.get(shard) is Stream.BROKEN and self._reachable(record):
-            self._open(record, shard, now)
+        if record.streams.get(strand) is Stream.BROKEN and self._reachable(record):
+            self._open(record, strand, now)
 
     def session_up(self, record: PrefillRecord, now: float) -> None:
         """D can be reached again: go on with what waited for that."""
-        for shard, stream in record.streams.items():
-            waiting = self._requests.timers.at(Timer("reopen", record.key, shard)) is None
+        for strand, stream in record.streams.items():
+            waiting = self._requests.timers.at(Timer("reopen", record.key, strand)) is None
             if stream is Stream.BROKEN and waiting:
-                self._open(record, shard, now)
+                self._open(record, strand, now)
         undelivered = record.first_token is not None and not record.first_token_delivered
         if undelivered and not record.first_token_in_flight:
             self._send_first_token(record, now)
 
     def forget(self, record: PrefillRecord) -> None:
         """A request has ended: send nothing more for it."""
-        for shard, stream in record.streams.items():
+        for strand, stream in record.streams.items():
             if stream in (Stream.OPEN, Stream.BROKEN):
-                record.streams[shard] = Stream.CLOSING
-                self._requests.do(CloseTransfer(record.key, shard))
+                record.streams[strand] = Stream.CLOSING
+                self._requests.do(CloseTransfer(record.key, strand))
 
-    def _open(self, record: PrefillRecord, shard: int, now: float) -> None:
+    def _open(self, record: PrefillRecord, strand: int, now: float) -> None:
         grant = record.grant
         assert grant is not None
+        way = grant.strands[strand]
         session = self._conversations[grant.endpoint]
         record.transport = self._transport(session, grant)
         message = transfer_pb2.TransferOpen(
@@ -167,21 +181,26 @@ class Handover:
             ref=_ref(record),
             grant_id=grant.grant_id,
             transport=plain_transport(record.transport),
-            shard_index=shard,
+            shard_index=way.receiver,
+            kv_format=grant.kv_format,
         )
-        plan = send_plan(grant, shard, record, self._limits.layout)
-        record.streams[shard] = Stream.OPEN
+        if len(grant.shards) > 1 or len(self._limits.shards) > 1:
+            message.sender.CopyFrom(self._limits.shards[way.sender].to_proto())
+            message.sends.CopyFrom(way.part.to_proto())
+        plan = send_plan(grant, strand, record, self._limits.layout)
+        record.streams[strand] = Stream.OPEN
         self.watch.opened(record)
         self._requests.do(
             OpenTransfer(
                 record.key,
-                shard,
+                strand,
                 grant.endpoint,
-                grant.shards[shard].endpoint,
+                grant.shards[way.receiver].endpoint,
                 message,
                 plan,
                 session.kv_progress_s,
                 record.left(now),
+                way.sender,
             )
         )
 
@@ -192,13 +211,13 @@ class Handover:
             return chosen
         return layout_pb2.TRANSPORT_INLINE
 
-    def _ended(self, key: TransferKey, shard: int, end: Stream) -> PrefillRecord | None:
+    def _ended(self, key: TransferKey, strand: int, end: Stream) -> PrefillRecord | None:
         """Note a stream's end; the record if it is still in flight."""
         record = self._requests.get(key)
-        if record is None or not record.streams.get(shard, Stream.CLOSED).uses_blocks:
+        if record is None or not record.streams.get(strand, Stream.CLOSED).uses_blocks:
             self._requests.late_events += 1
             return None
-        record.streams[shard] = end
+        record.streams[strand] = end
         if record.state.terminal:
             self._requests.return_blocks(record)
             return None
@@ -211,6 +230,8 @@ class Handover:
         record.first_token = sampled
         record.times.first_token = now
         record.finish = self._stop_rule(record).push(sampled.token_id)
+        if record.finish is None and sampled.last:
+            record.finish = Finish.STOP
         self._requests.move(record, PrefillState.SENDING, now)
         self._send_first_token(record, now)
         if record.finish is not None:
@@ -279,8 +300,8 @@ class Handover:
             self._try_hand_off(record, now)
 
     def _try_hand_off(self, record: PrefillRecord, now: float) -> None:
-        shards_done = all(stream is Stream.COMPLETED for stream in record.streams.values())
-        if record.first_token_delivered and (record.finish is not None or shards_done):
+        all_sent = all(stream is Stream.COMPLETED for stream in record.streams.values())
+        if record.first_token_delivered and (record.finish is not None or all_sent):
             self._handed_off(record, now)
 
     def _send_first_token(self, record: PrefillRecord, now: float) -> None:
@@ -319,11 +340,7 @@ class Handover:
 
 def _ref(record: PrefillRecord) -> types_pb2.TransferRef:
     assert record.grant is not None
-    return types_pb2.TransferRef(
-        transfer_id=record.key.transfer_id,
-        attempt=record.key.attempt,
-        decode_epoch=record.grant.decode.epoch,
-    )
+    return record.key.ref(record.grant.decode.epoch)
 
 
 def _first_token(record: PrefillRecord) -> decode_pb2.FirstToken:

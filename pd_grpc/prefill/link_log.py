@@ -8,6 +8,7 @@ from pd_grpc.protocol.faults import Fault, TransportFault
 from pd_grpc.protocol.messages import transport_label
 from pd_grpc.telemetry.instance_log import InstanceLog
 from pd_grpc.telemetry.log_events import Event
+from pd_grpc.v1 import decode_pb2
 
 _OF_LINKS = frozenset(
     {
@@ -40,7 +41,7 @@ class LinkLog:
             return  # Most are of KV and steps.
         if isinstance(event, ev.SessionMessage):
             if event.message.WhichOneof("message") == "welcome":
-                self._opened(event.endpoint, event.message.welcome.instance.name)
+                self._opened(event.endpoint, event.message.welcome)
             elif self._breakers:
                 self._news = True
         elif isinstance(event, ev.SessionBroken):
@@ -74,10 +75,12 @@ class LinkLog:
         """There is nothing left to do with a D."""
         self._is_open.pop(endpoint, None)
 
-    def _opened(self, endpoint: str, name: str) -> None:
+    def _opened(self, endpoint: str, welcome: decode_pb2.Welcome) -> None:
         self._news = True
         self._is_open[endpoint] = True
-        self._note(Event.SESSION_OPENED, "session with %s", endpoint, None, name)
+        name, transport = welcome.instance.name, transport_label(welcome.transport)
+        text = "session with %s, KV by %s"
+        self._note(Event.SESSION_OPENED, text, endpoint, None, name, transport)
 
     def _lost(self, endpoint: str, fault: Fault | TransportFault | None) -> None:
         """Tries to connect that go on failing are no news."""

@@ -162,17 +162,17 @@ class PrefillMachine:
         elif isinstance(event, ev.KvAcked):
             self.handover.acked(event, now)
         elif isinstance(event, ev.TransferReopened):
-            self.handover.silence.reached(event.key)
+            self.handover.silence.reached(event.key, event.strand)
         elif isinstance(event, ev.TransferCompleted):
             ended = self.requests.get(event.key)
-            self.handover.completed(event.key, event.shard, now)
+            self.handover.completed(event.key, event.strand, now)
             if ended is not None:
                 self.placement.writing.over(ended, now)
         elif isinstance(event, ev.TransferBroken):
             self.handover.broken(event, now)
         elif isinstance(event, ev.TransferClosed):
             ended = self.requests.get(event.key)
-            self.handover.closed(event.key, event.shard)
+            self.handover.closed(event)
             if ended is not None:
                 self.placement.writing.over(ended, now)
         elif isinstance(event, ev.FirstTokenAnswered):
@@ -200,11 +200,11 @@ class PrefillMachine:
             if record is not None:
                 self._fail(record, stage_deadline(stage_of(record)), now, True)
         elif timer.kind == "kv":
-            self.handover.silence.too_long(timer.key, now)
+            self.handover.silence.too_long(timer.key, timer.strand, now)
         elif timer.kind == "first_token":
             self.handover.resend_first_token(timer.key, now)
         else:
-            self.handover.reopen(timer.key, timer.shard, now)
+            self.handover.reopen(timer.key, timer.strand, now)
 
     def _settle(self, now: float) -> list[Action]:
         """Let whoever can go on do so, and hand out what has come together."""
@@ -227,6 +227,8 @@ class PrefillMachine:
         tokens = tokens_of(event.request)
         try:
             sampling = check_prefill(event.request, tokens, self.instance.name, self._limits)
+            if event.objection is not None:
+                raise event.objection
             self._admit(event.request, now)
         except Fault as fault:
             self.requests.do(FailCall(event.call, fault))

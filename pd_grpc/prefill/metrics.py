@@ -63,9 +63,9 @@ class PrefillMetrics(MachineMetrics[TransferKey]):
     def heard(self, event: ev.Event, at: float) -> None:
         """A shard has acknowledged KV."""
         if isinstance(event, ev.KvAcked) and self.in_flight(event.key):
-            of_shards = self._acked.setdefault(event.key, {})
-            before = of_shards.get(event.shard, 0)
-            of_shards[event.shard] = event.acked_bytes
+            of_strands = self._acked.setdefault(event.key, {})
+            before = of_strands.get(event.strand, 0)
+            of_strands[event.strand] = event.acked_bytes
             news = max(0, event.acked_bytes - before)
             self.verified(news, self._transport(event.key))
 

@@ -7,6 +7,7 @@ from dataclasses import replace
 from random import Random
 
 from pd_grpc.prefill.actions import CancelAllocate, SendAllocate
+from pd_grpc.prefill.asking import allocate_request, objection
 from pd_grpc.prefill.carriers import INLINE_ALONE, Carriers
 from pd_grpc.prefill.conversations import Conversations, Fail
 from pd_grpc.prefill.decode_faults import (
@@ -29,8 +30,8 @@ from pd_grpc.prefill.states import PrefillRecord, PrefillState
 from pd_grpc.prefill.validation import ModelLimits
 from pd_grpc.prefill.writing import Writing
 from pd_grpc.protocol.config import PrefillConfig
-from pd_grpc.protocol.faults import RETRY_AFTER_S, Fault, Reason, not_meant
-from pd_grpc.protocol.messages import duration, seconds
+from pd_grpc.protocol.faults import RETRY_AFTER_S, Fault, Reason
+from pd_grpc.protocol.messages import seconds
 from pd_grpc.protocol.refs import TransferKey
 from pd_grpc.v1 import decode_pb2, prefill_pb2, types_pb2
 
@@ -138,11 +139,11 @@ class Placement:
         for key in started:
             record = self._requests.in_flight[key]
             session = self.conversations[record.target.endpoint]
-            objection = _objection(record, session)
-            if objection is None:
+            fault = objection(record, session)
+            if fault is None:
                 self._ask(record, session, now)
             else:
-                self.turn_away(record, objection, now)
+                self.turn_away(record, fault, now)
         return bool(started) or any(turned)
 
     # --- Allocate ------------------------------------------------------------------------------
@@ -172,20 +173,8 @@ class Placement:
         probe = self.pool.probes(record.key)
         # One that finds out whether D answers at all waits for no blocks.
         max_wait_s = 0.0 if probe else left
-        request = decode_pb2.AllocateRequest(
-            session_id=session.session_id,
-            ref=_ref(record.key, session.instance.epoch),
-            prompt_tokens=len(record.tokens),
-            max_new_tokens=record.max_new_tokens,
-            prompt_digest=record.prompt_digest,
-            sampling=record.request.sampling,
-            max_wait=duration(max_wait_s),
-            budget=duration(left),
-            kv_needed=record.kv_needed,
-            scope=record.request.scope if record.request.HasField("scope") else None,
-            request_id=record.request.request_id,
-            block_hashes=self._names(record),
-        )
+        block_size = self._limits.layout.block_size
+        request = allocate_request(record, session, max_wait_s, left, block_size)
         record.ask += 1
         record.asking = True
         record.asked_session = session.session_id
@@ -202,19 +191,12 @@ class Placement:
         )
         self._requests.do(ask)
 
-    def _names(self, record: PrefillRecord) -> list[decode_pb2.BlockHash]:
-        """Of all whole blocks, where D may make use of them."""
-        if not record.kv_needed:
-            return []
-        whole = len(record.tokens) // self._limits.layout.block_size
-        names = record.chain.names(record.tokens, whole)
-        return [decode_pb2.BlockHash(hash=name) for name in names]
-
     def _take(
         self, record: PrefillRecord, response: decode_pb2.AllocateResponse, now: float
     ) -> None:
         session = self.conversations[record.target.endpoint]
-        grant = read_grant(session.endpoint, session.instance, response)
+        ours, layout = self._limits.shards, self._limits.layout
+        grant = read_grant(session.endpoint, session.instance, response, ours, layout)
         record.asking = False
         record.grant = grant
         layout, carriers = self._limits.layout, self.conversations.carriers
@@ -370,6 +352,9 @@ class Placement:
         if session is None or not session.session_id:
             return
         epoch = record.asked_epoch or session.instance.epoch
+        if not record.asked_epoch and session.phase in (Phase.WAITING, Phase.CONNECTING):
+            # Its client may wait at another process than the one that P last spoke to.
+            epoch = 0 if record.choice else record.request.ref.decode_epoch
         stopped = self.writing.stopped(record)
         self.releases.give_back(
             record.key, session.endpoint, session.session_id, epoch, cause, now, stopped
@@ -380,34 +365,3 @@ class Placement:
         cause = Fault(Reason.RELEASED, "the grant came after the request had ended or moved on")
         session_id, epoch = asked.request.session_id, asked.request.ref.decode_epoch
         self.releases.give_back(asked.key, asked.endpoint, session_id, epoch, cause, now)
-
-
-def _ref(key: TransferKey, decode_epoch: int) -> types_pb2.TransferRef:
-    return types_pb2.TransferRef(
-        transfer_id=key.transfer_id, attempt=key.attempt, decode_epoch=decode_epoch
-    )
-
-
-def _objection(record: PrefillRecord, session: DecodeSession) -> Fault | None:
-    """Why this D need not even be asked."""
-    name = session.instance.name
-    if record.target.name not in ("", name):
-        text = f"{session.endpoint} is {name}, not {record.target.name}"
-        return not_meant(Reason.WRONG_INSTANCE, text, record.target.name, name)
-    meant = record.request.ref.decode_epoch
-    if record.choice == 0 and meant not in (0, session.instance.epoch):
-        text = f"the transfer means another process of {name}"
-        return not_meant(Reason.STALE_EPOCH, text, meant, session.instance.epoch)
-    if session.draining:
-        return Fault(Reason.DRAINING, f"decode instance {name} is draining")
-    if record.sampling.logprobs is not None and "logprobs" not in session.welcome.features:
-        text = f"sampling.logprobs is not supported by {name}"
-        return Fault(Reason.FEATURE, text, {"feature": "sampling.logprobs"})
-    tokens, most = record.most_tokens, session.welcome.max_model_len
-    if most and tokens > most:
-        return Fault(
-            Reason.TOO_LARGE,
-            f"prompt plus max_tokens needs {tokens} tokens; {name} takes at most {most}",
-            {"needed": str(tokens), "total": str(most), "unit": "tokens"},
-        )
-    return None

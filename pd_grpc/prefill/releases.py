@@ -47,7 +47,9 @@ class Releases:
 
     A session that breaks is mended for them, in the new one's name they are made again. Without
     them the client of a D would hear of a lease that ran out, and not why. They end when D's
-    process is another one, or has forgotten the transfer for certain.
+    process is another one, and when D has forgotten the transfer for certain, but not under its
+    session: it may have blocks kept until it hears that P writes no more. No more are owed than D
+    would remember.
     """
 
     def __init__(
@@ -79,20 +81,17 @@ class Releases:
         writes_stopped: bool = True,
     ) -> None:
         """Release a transfer; while that is owed already, the first cause stands. `session_id` is
-        used while there is no session to be had. Where P may still write to D's memory D hears of
-        the end at once, and of `stopped` later."""
+        used while there is no session to be had; a `decode_epoch` of 0 means whichever process of
+        D the next one is with. Where P may still write to D's memory D hears of the end at once,
+        and of `stopped` later."""
         owed = Owed(endpoint, key)
         session = self._conversations.get(endpoint)
         if owed in self._owed or not _of_epoch(session, decode_epoch):
             return
-        ref = types_pb2.TransferRef(
-            transfer_id=key.transfer_id, attempt=key.attempt, decode_epoch=decode_epoch
-        )
         status = None if cause is None else cause.status()
-        release = _Release(ref, status, session_id, writes_stopped=writes_stopped)
+        release = _Release(key.ref(decode_epoch), status, session_id, writes_stopped=writes_stopped)
         self._owed[owed] = release
-        grace_s = self._config.grace_s if session is None else seconds(session.welcome.grace)
-        self._over.set(owed, now + grace_s + self._config.tombstone_s)
+        self._remember(owed, session, now)
         if len(self._owed) > self._config.tombstones:
             self._drop(next(iter(self._owed)), now)
         if session is None or session.phase is Phase.IDLE:
@@ -144,6 +143,7 @@ class Releases:
             if not _of_epoch(session, release.ref.decode_epoch):
                 self._drop(owed, now)
                 continue
+            release.ref.decode_epoch = session.instance.epoch
             self._conversations.hold(owed.endpoint, owed, now)
             # One under way is answered with NO_SESSION unless the old session still counts.
             if not release.in_flight:
@@ -159,7 +159,11 @@ class Releases:
     def tick(self, now: float) -> None:
         """Do what is due."""
         for owed in self._over.pop_due(now):
-            self._drop(owed, now)
+            session = self._conversations.get(owed.endpoint)
+            if session is not None and _known_to(session, self._owed[owed].ref.decode_epoch):
+                self._remember(owed, session, now)
+            else:
+                self._drop(owed, now)
         for owed in self._again.pop_due(now):
             release = self._owed[owed]
             if self._conversations.is_open(owed.endpoint):
@@ -175,6 +179,11 @@ class Releases:
         """Owe nothing more, for the goodbye tells each D enough."""
         for owed in list(self._owed):
             self._drop(owed, now)
+
+    def _remember(self, owed: Owed, session: DecodeSession | None, now: float) -> None:
+        """Look again when D will have forgotten the transfer."""
+        grace_s = self._config.grace_s if session is None else seconds(session.welcome.grace)
+        self._over.set(owed, now + grace_s + self._config.tombstone_s)
 
     def _owed_to(self, endpoint: str) -> list[Owed]:
         return [owed for owed in self._owed if owed.endpoint == endpoint]
@@ -204,7 +213,12 @@ def _of_epoch(session: DecodeSession | None, decode_epoch: int) -> bool:
     """Whether the D that is talked to, if any, may know the transfer."""
     if session is None or session.phase is not Phase.OPEN:
         return True
-    return session.instance.epoch == decode_epoch
+    return decode_epoch in (0, session.instance.epoch)
+
+
+def _known_to(session: DecodeSession, decode_epoch: int) -> bool:
+    """Whether the process that granted is in conversation with us, or may be back in a moment."""
+    return session.phase is not Phase.IDLE and session.instance.epoch == decode_epoch
 
 
 def _again_may_do(fault: AnyFault) -> bool:

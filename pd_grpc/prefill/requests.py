@@ -18,11 +18,11 @@ from pd_grpc.v1 import admin_pb2, prefill_pb2
 
 
 class Timer(NamedTuple):
-    """What fires: `kind` for one request, one of its shards, or the machine itself."""
+    """What fires: `kind` for one request, one of its strands, or the machine itself."""
 
     kind: str
     key: TransferKey | None = None
-    shard: int = 0
+    strand: int = 0
 
 
 class Requests:
@@ -94,10 +94,8 @@ class Requests:
         record.times.ended = now
         self.move(record, state, now)
         self.ended_by_state[state] += 1
-        for kind in ("budget", "kv", "first_token"):
-            self.timers.cancel(Timer(kind, record.key))
-        for shard in record.streams:
-            self.timers.cancel(Timer("reopen", record.key, shard))
+        for timer in _timers_of(record):
+            self.timers.cancel(timer)
         del self.in_flight[record.key]
         del self._attempts[record.key.transfer_id]
         self._by_call.pop(record.call, None)
@@ -119,7 +117,12 @@ class Requests:
 
     def next_timer(self, record: PrefillRecord) -> tuple[str, float] | None:
         """The first timer of a request: its name, and when it fires."""
-        timers = [Timer(kind, record.key) for kind in ("budget", "kv", "first_token")]
-        timers += [Timer("reopen", record.key, shard) for shard in record.streams]
+        timers = _timers_of(record)
         found = [(at, timer.kind) for timer in timers if (at := self.timers.at(timer)) is not None]
         return (min(found)[1], min(found)[0]) if found else None
+
+
+def _timers_of(record: PrefillRecord) -> list[Timer]:
+    timers = [Timer(kind, record.key) for kind in ("budget", "first_token")]
+    of_strands = [(kind, strand) for kind in ("kv", "reopen") for strand in record.streams]
+    return timers + [Timer(kind, record.key, strand) for kind, strand in of_strands]

@@ -10,6 +10,7 @@ from itertools import count
 from opentelemetry.context import Context
 
 from pd_grpc.engine.base import Engine, EngineFault, Sampled
+from pd_grpc.engine.grammar_check import GrammarCheck
 from pd_grpc.engine.thread import EngineThread
 from pd_grpc.prefill import actions as act
 from pd_grpc.prefill import events as ev
@@ -91,6 +92,7 @@ class PrefillRuntime:
         self._failures = FailureLog(log)
         self._links = LinkLog(log, machine.placement.pool)
         self._engine_thread = EngineThread(log)
+        self.grammar_check = GrammarCheck(engine.grammars)
         self._driver: Driver[ev.Event, act.Action] = Driver(
             machine, clock, self._perform, before=self._trace
         )
@@ -103,6 +105,8 @@ class PrefillRuntime:
         self.callers: dict[int, Caller] = {}
         self._peers: dict[str, DecodePeer] = {}
         self._shards: dict[str, set[str]] = {}
+        self._reached: dict[str, int] = {}
+        """The process, by its epoch, of the D at each endpoint that was reached last."""
         self._closing: set[asyncio.Task[None]] = set()
         self._step: asyncio.Task[None] | None = None
         self._stopped = False
@@ -119,12 +123,14 @@ class PrefillRuntime:
         budget_s: float,
         context: Context,
         direct: bool = True,
+        objection: Fault | None = None,
     ) -> tuple[int, CallOutbox]:
-        """A Prefill call, of a router unless it is `direct`; the caller reports its end."""
+        """A Prefill call, of a router unless it is `direct`; the caller reports its end.
+        `objection` is what `grammar_check` has against it."""
         call, outbox = next(self._numbers), CallOutbox()
         self._calls[call] = outbox
         self.callers[call] = Caller(request, context, direct)
-        event = ev.PrefillCalled(call, request, budget_s)
+        event = ev.PrefillCalled(call, request, budget_s, objection)
         self._spans.called(event, context)
         self.feed(event)
         return call, outbox
@@ -153,6 +159,7 @@ class PrefillRuntime:
         self._stopped = True
         self._driver.stop()
         await self._engine_thread.stop()
+        await self.grammar_check.stop()
         for endpoint in list(self._peers):
             self._forget(endpoint)
         while self._closing:
@@ -218,7 +225,7 @@ class PrefillRuntime:
             self._shards.setdefault(action.decode, set()).add(action.endpoint)
             self._bulk.open(action, self._spans.transfer(action, now))
         else:
-            self._bulk.close(action.key, action.shard)
+            self._bulk.close(action.key, action.strand)
 
     def _note(self, change: act.Changed, now: float) -> None:
         self._spans.changed(change, now)
@@ -267,6 +274,11 @@ class PrefillRuntime:
 
     async def _reach(self, endpoint: str, welcome: decode_pb2.Welcome) -> None:
         """Get ready to send KV to the shards of a D, where it does not go with the calls anyway."""
+        epoch = welcome.instance.epoch
+        if self._reached.setdefault(endpoint, epoch) != epoch:
+            # Another process has other memory, and may have its shards elsewhere.
+            self._reached[endpoint] = epoch
+            self._forget_shards(endpoint)
         if welcome.transport in INLINE:
             return
         assert self._bulk is not None
@@ -298,6 +310,10 @@ class PrefillRuntime:
         peer = self._peers.pop(endpoint, None)
         if peer is not None:
             self._close(peer)
+        self._reached.pop(endpoint, None)
+        self._forget_shards(endpoint)
+
+    def _forget_shards(self, endpoint: str) -> None:
         assert self._bulk is not None
         for shard in self._shards.pop(endpoint, ()):
             # The same D may be reached by another address as well.

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from pd_grpc.blocks.pool import BlockState, Holding
 from pd_grpc.blocks.prefix_cache import PrefixCache
 from pd_grpc.engine.base import PrefillChunk, SampleSpec
+from pd_grpc.engine.chunks import ChunkShares, Left
+from pd_grpc.engine.penalties import tally
 from pd_grpc.prefill.states import PrefillRecord
 from pd_grpc.protocol.layout import KvLayout
 
@@ -29,12 +31,11 @@ class PrefillScheduler:
     A D that is slow to answer grants many at once. In turn they are computed beside those for the
     other Ds, which otherwise would stand behind them all.
 
-    A prompt is cut at multiples of `chunk_tokens` from its own beginning, whatever is computed
-    beside it, so that its KV is the same in every company. The oldest request always takes part; a
-    younger one where its next chunk still fits. A request takes its blocks when it is first
-    computed, all of them, and waits while P's pool is full, holding nothing. Of these blocks the
-    first may be cached ones, which it shares and which are not computed again; the last token
-    always is, for the one that follows it.
+    A prompt is cut at multiples of `cut` from its own beginning, whatever is computed beside it, so
+    that its KV is the same in every company; `ChunkShares` says how much of whom a step computes. A
+    request takes its blocks when it is first computed, all of them, and waits while P's pool is
+    full, holding nothing. Of these blocks the first may be cached ones, which it shares and which
+    are not computed again; the last token always is, for the one that follows it.
 
     A D that takes its KV slowly, or not at all, keeps the blocks of its requests busy. So each D
     may hold its share of the pool and no more, with one share left for a D that is not at work yet;
@@ -42,12 +43,15 @@ class PrefillScheduler:
     share is computed when its D holds nothing.
     """
 
-    def __init__(self, cache: PrefixCache, layout: KvLayout, batch: int, chunk_tokens: int) -> None:
+    def __init__(
+        self, cache: PrefixCache, layout: KvLayout, batch: int, chunk_tokens: int, cut: int
+    ) -> None:
         self._cache = cache
         self._pool = cache.pool
         self._layout = layout
         self._batch = batch
         self._chunk_tokens = chunk_tokens
+        self._shares = ChunkShares(cut, batch)
         self._ready: OrderedDict[str, deque[PrefillRecord]] = OrderedDict()
         """By D, the one whose turn was longest ago first."""
         self._running: list[PrefillRecord] = []
@@ -84,28 +88,42 @@ class PrefillScheduler:
     def plan(self, admit: bool = True) -> Plan | None:
         """The next step; None when there is nothing to compute, or no room to compute it. `admit`
         says whether a request may begin."""
-        chosen: list[PrefillRecord] = []
-        tokens = 0
-        for record in self._running:
-            if self._joins(record, chosen, tokens):
-                chosen.append(record)
-                tokens += self._next_chunk(record)
+        records = self._together()
+        dealt = self._deal(records)
         admitted: list[PrefillRecord] = []
-        while admit and (head := self._admissible()) and self._joins(head, chosen, tokens):
+        while admit and self._takes_more(records) and (head := self._admissible()):
+            with_head = self._deal([*records, head])
+            # Whoever has a part of the step keeps one.
+            if not all(
+                after for before, after in zip([*dealt, 1], with_head, strict=True) if before
+            ):
+                break
             self._admit(head)
             admitted.append(head)
-            chosen.append(head)
-            tokens += self._next_chunk(head)
+            records, dealt = [*records, head], with_head
+        chosen = [(r, tokens) for r, tokens in zip(records, dealt, strict=True) if tokens]
         if not chosen:
             return None
-        return Plan(tuple(chosen), tuple(self._chunk(r) for r in chosen), tuple(admitted))
+        chunks = tuple(self._chunk(record, tokens) for record, tokens in chosen)
+        return Plan(tuple(record for record, _ in chosen), chunks, tuple(admitted))
 
-    def _joins(self, record: PrefillRecord, chosen: list[PrefillRecord], tokens: int) -> bool:
-        if not chosen:
-            return True
-        if id(record) in self._alone or id(chosen[0]) in self._alone:
-            return False
-        return tokens + self._next_chunk(record) <= self._chunk_tokens
+    def _together(self) -> list[PrefillRecord]:
+        """Those begun that may be computed in one step, oldest first."""
+        if self._running and id(self._running[0]) in self._alone:
+            return self._running[:1]
+        return [record for record in self._running if id(record) not in self._alone]
+
+    def _takes_more(self, records: list[PrefillRecord]) -> bool:
+        return not records or id(records[0]) not in self._alone
+
+    def _deal(self, records: list[PrefillRecord]) -> list[int]:
+        return self._shares.deal([self._left(record) for record in records], self._chunk_tokens)
+
+    def _left(self, record: PrefillRecord) -> Left:
+        start = record.computed
+        if record.holding is None:
+            start = len(self._cache.find(self._names(record))) * self._layout.block_size
+        return Left(start, len(record.tokens) - start)
 
     def _admissible(self) -> PrefillRecord | None:
         """The oldest prepared request of the D whose turn it is, of those that have not used up
@@ -164,18 +182,23 @@ class PrefillScheduler:
         else:
             self._ready.pop(decode, None)
 
-    def _next_chunk(self, record: PrefillRecord) -> int:
-        to_boundary = self._chunk_tokens - record.computed % self._chunk_tokens
-        return min(to_boundary, len(record.tokens) - record.computed)
-
-    def _chunk(self, record: PrefillRecord) -> PrefillChunk:
+    def _chunk(self, record: PrefillRecord, tokens: int) -> PrefillChunk:
         assert record.holding is not None
-        end = record.computed + self._next_chunk(record)
-        total = len(record.tokens)
-        generated = len(record.request.generated_token_ids)
+        end = record.computed + tokens
         return PrefillChunk(
             token_ids=record.tokens[record.computed : end],
             start=record.computed,
             block_table=tuple(record.holding.blocks),
-            sample=SampleSpec(record.sampling, total, generated) if end == total else None,
+            sample=_sample(record) if end == len(record.tokens) else None,
         )
+
+
+def _sample(record: PrefillRecord) -> SampleSpec:
+    generated = len(record.request.generated_token_ids)
+    total = len(record.tokens)
+    so_far = None
+    if record.sampling.penalises:
+        prompt = total - generated
+        so_far = tally(record.tokens[:prompt], record.tokens[prompt:])
+    output = record.request.generated_token_ids[:] if record.sampling.structured_output else ()
+    return SampleSpec(record.sampling, total, generated, so_far, output)

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from itertools import accumulate
 
 from pd_grpc.protocol.layout import KvLayout
+from pd_grpc.protocol.shards import heads_of
 from pd_grpc.transport.base import SendPlan, Slab
 
 _UNSENT, _SENT, _VERIFIED = 0, 1, 2
@@ -44,31 +45,40 @@ class TransferSender:
     """Decides what is sent next; it moves no byte and reads no clock.
 
     A block-layer may go once its tokens are all computed, or the prompt is. It goes in a slab of
-    about `chunk_bytes`, over several blocks and layers; less is sent only when a pass of the engine
-    is over, so that nothing waits for the next one. Never more than D's window is unacknowledged.
-    After a break everything that D has not verified is sent again.
+    about `chunk_bytes` at least and `slab_bytes` at the most, over several blocks and layers; less
+    is sent only when a pass of the engine is over, so that nothing waits for the next one. Never
+    more than D's window is unacknowledged. After a break everything that D has not verified is sent
+    again.
     """
 
     def __init__(
-        self, layout: KvLayout, plan: SendPlan, chunk_bytes: int, progress_s: float
+        self,
+        layout: KvLayout,
+        plan: SendPlan,
+        chunk_bytes: int,
+        progress_s: float,
+        slab_bytes: int = 0,
     ) -> None:
+        """`slab_bytes` is no less than `chunk_bytes`; 0 is the same."""
         self.plan = plan
         self.acked_bytes = 0
         """Payload bytes that D has verified, over all streams."""
         self._block_size = layout.block_size
         self._all_blocks = layout.blocks_for(plan.tokens)
         self._chunk_bytes = chunk_bytes
+        self._slab_bytes = slab_bytes or chunk_bytes
         self._progress_s = progress_s
         # The place of each wanted run's first block among all wanted blocks, and their sum.
         self._places = [0, *accumulate(count for _, count in plan.wanted)]
         self._layers = [
-            _Layer(run.group, layer, self._places[-1], layout.layer_bytes(run.group))
+            _Layer(run.group, layer, self._places[-1], _layer_bytes(layout, run.group, plan.heads))
             for run in plan.layers
             for layer in range(run.layer, run.layer + run.layers)
         ]
         self._pass_over = True
         """Every layer is computed as far as every other."""
         self._by_name = {(each.group, each.layer): each for each in self._layers}
+        self._layers_end = max((each.layer + 1 for each in self._layers), default=0)
         self._open = False
         self._window_bytes = 0
         self._stream_chunks = 0
@@ -123,7 +133,9 @@ class TransferSender:
     def acked(self, ranges: Iterable[Slab], accepted_bytes: int, now: float) -> None:
         """The shard has verified `ranges`; `accepted_bytes` on this stream so far."""
         self._heard_at = now
-        self._stream_accepted = max(self._stream_accepted, accepted_bytes)
+        # A shard may say anything, of which no more counts than was sent.
+        accepted = min(accepted_bytes, self._stream_bytes)
+        self._stream_accepted = max(self._stream_accepted, accepted)
         for slab in ranges:
             self._mark_verified(slab)
 
@@ -139,18 +151,20 @@ class TransferSender:
 
     # --- what follows --------------------------------------------------------------------------
 
-    def next_slab(self, now: float) -> Slab | None:
-        """The slab to send now, counted as sent; None when there is nothing to send, or no room in
-        the window."""
+    def next_slab(self, now: float, most_bytes: int | None = None) -> Slab | None:
+        """The slab to send now, of at most `most_bytes` if that is told, counted as sent; None when
+        there is nothing to send, or no room in the window."""
         unacked = self._stream_bytes - self._stream_accepted
         if not self._open or self._end_sent or (at := self._sendable()) is None:
             return None
-        slab, size = self._slab(at)
+        most = self._window_bytes if most_bytes is None else min(most_bytes, self._window_bytes)
+        slab, size = self._slab(at, most)
         if unacked and unacked + size > self._window_bytes:
             return None
         place = self._place_of(slab.block)
+        sent = bytes([_SENT]) * slab.blocks
         for layer in self._layers_of(slab):
-            layer.state[place : place + slab.blocks] = bytes([_SENT]) * slab.blocks
+            layer.state[place : place + slab.blocks] = sent
         if not unacked:
             self._heard_at = now
         self._stream_chunks += 1
@@ -191,11 +205,11 @@ class TransferSender:
                 ready_bytes += unsent * layer.block_bytes
         return at if ready_bytes >= self._chunk_bytes else None
 
-    def _slab(self, at: int) -> tuple[Slab, int]:
+    def _slab(self, at: int, most_bytes: int) -> tuple[Slab, int]:
         """The next slab, which begins with the layer at `at` in the plan, and its size in bytes."""
         first = self._layers[at]
-        # A window smaller than a chunk bounds the chunk; a block-layer is the least there is.
-        limit = min(self._chunk_bytes, max(self._window_bytes, 1))
+        # Less room than for a slab bounds the slab; a block-layer is the least there is.
+        limit = min(self._slab_bytes, most_bytes)
         place = first.first_unsent
         run_end = self._places[self._run_of(place) + 1]
         most = max(1, limit // first.block_bytes)
@@ -219,14 +233,16 @@ class TransferSender:
         before = self.acked_bytes
         place = self._place_of(slab.block)
         end = self._place_of(slab.block + slab.blocks)
+        verified = bytes([_VERIFIED]) * (end - place)
         for layer in self._layers_of(slab):
             news = end - place - layer.state.count(_VERIFIED, place, end)
-            layer.state[place:end] = bytes([_VERIFIED]) * (end - place)
+            layer.state[place:end] = verified
             self.acked_bytes += news * layer.block_bytes
         return self.acked_bytes > before
 
     def _layers_of(self, slab: Slab) -> list[_Layer]:
-        names = ((slab.group, slab.layer + i) for i in range(slab.layers))
+        end = min(slab.layer + slab.layers, self._layers_end)
+        names = ((slab.group, layer) for layer in range(slab.layer, end))
         return [self._by_name[name] for name in names if name in self._by_name]
 
     def _place_of(self, block: int) -> int:
@@ -244,3 +260,9 @@ class TransferSender:
     def _block_at(self, place: int) -> int:
         run = self._run_of(place)
         return self.plan.wanted[run][0] + place - self._places[run]
+
+
+def _layer_bytes(layout: KvLayout, group: int, heads: int) -> int:
+    """Of one block in one layer, with so many of the model's heads; 0 is all."""
+    every = heads_of(layout)
+    return layout.layer_bytes(group) * (heads or every) // every

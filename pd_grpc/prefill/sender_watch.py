@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pd_grpc.prefill.actions import SenderAlive, SenderStuck
 from pd_grpc.prefill.conversations import Conversations, Fail
-from pd_grpc.prefill.grants import shard_bytes
+from pd_grpc.prefill.grants import strand_bytes
 from pd_grpc.prefill.requests import Requests, Timer
 from pd_grpc.prefill.states import PrefillRecord, PrefillState, Stream
 from pd_grpc.protocol.config import PrefillConfig
@@ -69,17 +69,17 @@ class SenderWatch:
             if _needs_sender(record):
                 self._fail(record, fault, now, True)
 
-    def owes(self, record: PrefillRecord, shard: int) -> bool:
-        """Whether something must be heard of a shard's stream, which was given KV to send."""
-        stream = record.streams[shard]
+    def owes(self, record: PrefillRecord, strand: int) -> bool:
+        """Whether something must be heard of a strand's stream, which was given KV to send."""
+        stream = record.streams[strand]
         if stream is not Stream.OPEN:
             return stream is Stream.CLOSING
         if record.state is not PrefillState.COMPUTING:
             return True
         assert record.grant is not None
         blocks = record.computed // self._layout.block_size
-        given = shard_bytes(record.grant, shard, blocks, self._layout)
-        return given > record.acked_bytes.get(shard, 0)
+        given = strand_bytes(record.grant, strand, blocks, self._layout)
+        return given > record.acked_bytes.get(strand, 0)
 
     def _limit_s(self) -> float:
         """A shard's own silence is reported after `kv_progress`, and must not be taken for ours."""
@@ -91,7 +91,7 @@ class SenderWatch:
         return max([self._config.no_progress_s, *silences])
 
     def _owed(self, record: PrefillRecord) -> bool:
-        return any(self.owes(record, shard) for shard in record.streams)
+        return any(self.owes(record, strand) for strand in record.streams)
 
 
 def _streams(record: PrefillRecord) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 
@@ -11,7 +12,7 @@ from opentelemetry.metrics import MeterProvider
 from opentelemetry.sdk.trace import TracerProvider
 
 from pd_grpc.blocks.pool import BlockPool
-from pd_grpc.engine.base import Engine
+from pd_grpc.engine.base import Engine, KvMemory
 from pd_grpc.engine.model_info import model_info
 from pd_grpc.prefill.admin import PrefillView
 from pd_grpc.prefill.bulk import BulkSender
@@ -29,6 +30,7 @@ from pd_grpc.protocol.admin import AdminService, ChangeFeed
 from pd_grpc.protocol.clock import Clock, SystemClock
 from pd_grpc.protocol.config import PrefillConfig
 from pd_grpc.protocol.interception import Interceptors, Wire
+from pd_grpc.protocol.layout_checks import check_layout
 from pd_grpc.protocol.life_log import LifeLog
 from pd_grpc.protocol.refs import mint_epoch
 from pd_grpc.protocol.serving import ControlServer
@@ -36,9 +38,8 @@ from pd_grpc.telemetry.instance_log import InstanceLog
 from pd_grpc.telemetry.instruments import Instruments
 from pd_grpc.telemetry.log_events import Event
 from pd_grpc.telemetry.tracing import Tracing
-from pd_grpc.transport.base import SendSide
-from pd_grpc.transport.registry import build
-from pd_grpc.transport.registry import find as find_transports
+from pd_grpc.transport.base import NotUsable, SendSide, SendTransport, TransportKind
+from pd_grpc.transport.registry import build, find
 from pd_grpc.v1 import (
     admin_pb2_grpc,
     inference_pb2_grpc,
@@ -137,7 +138,9 @@ async def start_prefill(
 ) -> PrefillServer:
     """Start a P over an engine on the running loop; `peers` makes what reaches each D, None what
     does so by gRPC with `interceptors`. Metrics go to the process's own provider unless there is
-    another. PortInUse when its port is taken."""
+    another. BadLayout when the engine's layout is none that D can be told of, PortInUse when its
+    port is taken."""
+    check_layout(engine.layout)
     clock = clock or SystemClock()
     wire = Wire(interceptors)
     peers = peers or partial(DecodePeer, wire=wire)
@@ -150,20 +153,14 @@ async def start_prefill(
     life = LifeLog(log)
     control.on_readiness = life.readiness
     pool = BlockPool(engine.memory.num_blocks)
-    side = SendSide(
-        instance,
-        engine.layout,
-        engine.memory,
-        lambda endpoint: wire.aio_channel(
-            endpoint, config, config, compression=grpc.Compression.NoCompression
-        ),
-    )
-    transports = build(
-        find_transports(config.transports),
-        lambda kind: kind.send(side),
-        lambda kind, why: log.note(Event.TRANSPORT_UNUSABLE, f"no KV by {kind.name}: {why}"),
-    )
-    kinds = [kind for kind, _ in transports.values()]
+    unusable: dict[str, NotUsable] = {}
+    ranks = [
+        _transports(config, engine, shard.memory, instance, wire, unusable)
+        for shard in engine.shards
+    ]
+    for name, why in unusable.items():
+        log.note(Event.TRANSPORT_UNUSABLE, f"no KV by {name}: {why}")
+    kinds = [kind for kind, _ in ranks[0].values()]
     carriers = Carriers(
         tuple(kind.value for kind in kinds),
         frozenset(kind.value for kind in kinds if kind.one_sided),
@@ -177,7 +174,7 @@ async def start_prefill(
     runtime = PrefillRuntime(
         machine, engine, config, clock, PrefillSpans(tracing), control.set_ready, log, peers
     )
-    halves = {value: half for value, (_, half) in transports.items()}
+    halves = [{value: half for value, (_, half) in rank.items()} for rank in ranks]
     bulk = BulkSender(
         engine.layout, halves, config.chunk_bytes, clock, runtime.feed_from_thread, log
     )
@@ -208,6 +205,32 @@ async def start_prefill(
     return server
 
 
+def _transports(
+    config: PrefillConfig,
+    engine: Engine,
+    memory: KvMemory,
+    instance: types_pb2.Instance,
+    wire: Wire,
+    unusable: dict[str, NotUsable],
+) -> Mapping[int, tuple[TransportKind, SendTransport]]:
+    """The ways in which the KV of one shard, in `memory`, can go to any of D's; `unusable` hears
+    of the others."""
+    side = SendSide(
+        instance,
+        engine.layout,
+        memory,
+        lambda endpoint: wire.aio_channel(
+            endpoint, config, config, compression=grpc.Compression.NoCompression
+        ),
+    )
+    return build(
+        find(config.transports),
+        len(engine.shards),
+        lambda kind: kind.send(side),
+        lambda kind, why: unusable.setdefault(kind.name, why),
+    )
+
+
 def model_limits(engine: Engine) -> ModelLimits:
     """What the engine can take."""
     return ModelLimits(
@@ -217,4 +240,5 @@ def model_limits(engine: Engine) -> ModelLimits:
         num_blocks=engine.memory.num_blocks,
         features=frozenset(engine.features),
         eos_token_ids=frozenset(engine.eos_token_ids),
+        shards=tuple(shard.place for shard in engine.shards),
     )

@@ -25,10 +25,14 @@ class PrefillService(prefill_pb2_grpc.PrefillServiceServicer):
         self._timeouts = timeouts
 
     async def Prefill(self, request: prefill_pb2.PrefillRequest, context: Context) -> None:
-        budget_s = rpc.budget_of(context, self._timeouts)
         direct = called_directly(context.invocation_metadata())
         parent = current_context()
-        call, outbox = self._runtime.open_call(request, budget_s, parent, direct)
+        # Held to the end, and with it the request's grammar.
+        looked = await self._runtime.grammar_check.look(
+            request.sampling, request.generated_token_ids
+        )
+        budget_s = rpc.budget_of(context, self._timeouts)
+        call, outbox = self._runtime.open_call(request, budget_s, parent, direct, looked.fault)
         try:
             while (message := await outbox.next()) is not None:
                 await rpc.write(context, message)

@@ -19,15 +19,14 @@ from pd_grpc.prefill.notices import (
     UnknownGrants,
     Unreachable,
 )
+from pd_grpc.prefill.welcomes import objection
 from pd_grpc.protocol.config import SILENT_HEARTBEATS, Timeouts
 from pd_grpc.protocol.faults import Code, Fault, Reason, TransportFault, not_meant
 from pd_grpc.protocol.layout import KvLayout
 from pd_grpc.protocol.messages import (
     INLINE,
-    layout_from_proto,
     plain_transport,
     seconds,
-    transport_name,
 )
 from pd_grpc.protocol.timers import Timers
 from pd_grpc.v1 import decode_pb2, types_pb2
@@ -36,16 +35,6 @@ _TURNED_AWAY = frozenset(
     {Reason.STALE_EPOCH, Reason.WRONG_INSTANCE, Reason.LAYOUT_MISMATCH, Reason.FEATURE}
 )
 """Ends of an open session after which another try would be told the same."""
-
-
-def _missing(welcome: decode_pb2.Welcome) -> str | None:
-    """The first field without which nothing can be said to a D, if it is not there."""
-    needed = {
-        "instance.name": welcome.instance.name,
-        "instance.epoch": welcome.instance.epoch,
-        "session_id": welcome.session_id,
-    }
-    return next((field for field, value in needed.items() if not value), None)
 
 
 def backoff_s(timeouts: Timeouts, tries: int) -> float:
@@ -283,7 +272,7 @@ class DecodeSession:
         return [OpenSession(self.endpoint, self.link, hello)]
 
     def _welcomed(self, welcome: decode_pb2.Welcome, now: float) -> list[Output]:
-        fault = self._objection(welcome)
+        fault = objection(welcome, self.endpoint, self._name, self._layout, self._offered)
         if fault is not None:
             return self.refuse(fault)
         out: list[Output] = []
@@ -306,42 +295,6 @@ class DecodeSession:
         if self.grants:
             out += self._beat(now)
         return [*out, Opened()]
-
-    def _objection(self, welcome: decode_pb2.Welcome) -> Fault | None:
-        """What keeps us from talking to this D, which itself has nothing against us."""
-        missing = _missing(welcome)
-        if missing:
-            text = f"{self.endpoint} sent a welcome without {missing}"
-            return Fault(Reason.WRONG_STATE, text, {"field": f"welcome.{missing}"})
-        try:
-            differences = self._layout.differences(layout_from_proto(welcome.layout))
-        except ValueError as error:
-            return Fault(Reason.LAYOUT_MISMATCH, f"the layout chosen by {self.endpoint}: {error}")
-        if differences:
-            first = differences[0]
-            return Fault(
-                Reason.LAYOUT_MISMATCH,
-                f"the KV layout of {self.endpoint} differs in {first.field}: "
-                f"{first.ours} here, {first.theirs} there",
-                {"field": first.field, "ours": first.ours, "theirs": first.theirs},
-            )
-        if welcome.transport not in INLINE and welcome.transport not in self._offered:
-            name = transport_name(welcome.transport)
-            ours = ", ".join(transport_name(t) for t in sorted(self._offered) if t)
-            return Fault(
-                Reason.LAYOUT_MISMATCH,
-                f"{self.endpoint} chose transport {name}, which was not offered",
-                {"field": "transport", "ours": ours, "theirs": name},
-            )
-        for feature in ("grant_needs_client", "first_token_by_decode"):
-            if getattr(welcome, feature):
-                text = f"{self.endpoint} asks for {feature}, which is not supported"
-                return Fault(Reason.FEATURE, text, {"feature": f"welcome.{feature}"})
-        if self._name and welcome.instance.name != self._name:
-            here = welcome.instance.name
-            text = f"{self.endpoint} is {here}, not {self._name}"
-            return not_meant(Reason.WRONG_INSTANCE, text, self._name, here)
-        return None
 
     def _misspoke(self, what: str, now: float) -> list[Output]:
         return self.refuse(

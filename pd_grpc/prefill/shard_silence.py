@@ -31,31 +31,33 @@ class ShardSilence:
         self._conversations = conversations
         self._fail = fail
 
-    def lost(self, record: PrefillRecord, fault: Fault | None, owed: bool, now: float) -> None:
-        """A stream has broken, and something was `owed` on it or not. `fault` is what the request
-        fails with if none comes back; None for D's silence."""
-        record.shard_lost = fault
-        timers, kv = self._requests.timers, Timer("kv", record.key)
-        if record.shard_silent_since is None or not owed:
-            record.shard_silent_since = now
+    def lost(
+        self, record: PrefillRecord, strand: int, fault: Fault | None, owed: bool, now: float
+    ) -> None:
+        """The stream of a strand has broken, and something was `owed` on it or not. `fault` is what
+        the request fails with if none comes back; None for D's silence."""
+        record.lost[strand] = fault
+        timers, kv = self._requests.timers, Timer("kv", record.key, strand)
+        if strand not in record.silent_since or not owed:
+            record.silent_since[strand] = now
         until = min(now + self._grace_s(record), timers.at(kv) or math.inf)
-        timers.set(kv, min(until, record.shard_silent_since + self._kv_progress_s(record)))
+        timers.set(kv, min(until, record.silent_since[strand] + self._kv_progress_s(record)))
 
-    def reached(self, key: TransferKey) -> None:
+    def reached(self, key: TransferKey, strand: int) -> None:
         """A stream that had broken has reached its shard again, and may go on: how long the shard
         may be silent now is the sender's to count, for it alone knows what the shard owes."""
         record = self._requests.in_flight.get(key)
-        if record is None or record.shard_silent_since is None:
+        if record is None or strand not in record.silent_since:
             self._requests.late_events += 1
             return
-        self._requests.timers.cancel(Timer("kv", record.key))
+        self._requests.timers.cancel(Timer("kv", record.key, strand))
 
-    def ended(self, record: PrefillRecord) -> None:
-        """A shard has acknowledged something."""
-        record.shard_silent_since = None
-        self._requests.timers.cancel(Timer("kv", record.key))
+    def ended(self, record: PrefillRecord, strand: int) -> None:
+        """A shard has acknowledged something of a strand."""
+        record.silent_since.pop(strand, None)
+        self._requests.timers.cancel(Timer("kv", record.key, strand))
 
-    def too_long(self, key: TransferKey, now: float) -> None:
+    def too_long(self, key: TransferKey, strand: int, now: float) -> None:
         """A broken stream has not come back in time. While there is no session either, its grace
         decides."""
         record = self._requests.in_flight.get(key)
@@ -64,9 +66,9 @@ class ShardSilence:
         endpoint = record.grant.endpoint
         if self._conversations.is_open(endpoint):
             silent = no_answer(endpoint, "transfer")
-            self._fail(record, record.shard_lost or silent, now, True)
+            self._fail(record, record.lost.get(strand) or silent, now, True)
         else:
-            self._requests.timers.set(Timer("kv", key), now + self._grace_s(record))
+            self._requests.timers.set(Timer("kv", key, strand), now + self._grace_s(record))
 
     def _grace_s(self, record: PrefillRecord) -> float:
         """D's grace, or what one more try takes."""

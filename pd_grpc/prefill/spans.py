@@ -46,7 +46,7 @@ class _Trace:
     allocate: Span | None = None
     send: Span | None = None
     first_token: Span | None = None
-    shards: set[int] = field(default_factory=set)
+    strands: set[int] = field(default_factory=set)
     computed_at: float | None = None
 
 
@@ -151,7 +151,8 @@ class PrefillSpans:
         if trace.send is None:
             trace.send = self._start(trace, names.SPAN_SEND, at)
         trace.send.set_attribute(names.ATTR_TRANSPORT, transport_label(opened.open.transport))
-        trace.shards.add(opened.shard)
+        trace.send.set_attribute(names.ATTR_KV_FORMAT, opened.open.kv_format)
+        trace.strands.add(opened.strand)
         return inject(self._tracing.context(trace.send))
 
     def acked(self, event: ev.KvAcked, at: float) -> None:
@@ -169,12 +170,12 @@ class PrefillSpans:
             self._tracing.event(trace.send, names.EVENT_ACK, at=at, attributes=attributes)
 
     def sent(self, event: ev.TransferCompleted, at: float) -> None:
-        """A shard has everything."""
+        """A shard has everything that goes over a strand."""
         trace = self._traces.get(event.key)
         if trace is None:
             return
-        trace.shards.discard(event.shard)
-        if not trace.shards and trace.send is not None:
+        trace.strands.discard(event.strand)
+        if not trace.strands and trace.send is not None:
             # KV may be acknowledged before the last step is known to have ended.
             exposed_s = 0.0 if trace.computed_at is None else at - trace.computed_at
             trace.send.set_attribute(names.ATTR_EXPOSED_S, exposed_s)

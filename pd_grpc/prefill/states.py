@@ -10,8 +10,10 @@ from functools import cached_property
 from pd_grpc.blocks.pool import Holding
 from pd_grpc.engine.base import Sampled
 from pd_grpc.engine.stopping import Finish
+from pd_grpc.prefill.strands import Strand
 from pd_grpc.protocol.block_hashes import BlockChain
 from pd_grpc.protocol.faults import Fault
+from pd_grpc.protocol.layout import CANONICAL
 from pd_grpc.protocol.messages import prompt_digest
 from pd_grpc.protocol.refs import TransferKey
 from pd_grpc.protocol.sampling import Sampling
@@ -77,10 +79,14 @@ class Grant:
     transport: layout_pb2.Transport
     cached_tokens: int = 0
     """Tokens that D says it has the KV of."""
+    strands: tuple[Strand, ...] = ()
+    """Which shard of ours sends what to which of D's; streams are known by their place here."""
+    kv_format: str = CANONICAL
+    """Of the bytes that travel."""
 
 
 class Stream(enum.Enum):
-    """One shard's Transfer, as the control side knows it. P's blocks are in use while it is OPEN,
+    """A strand's Transfer, as the control side knows it. P's blocks are in use while it is OPEN,
     BROKEN or CLOSING."""
 
     OPEN = "open"
@@ -154,12 +160,13 @@ class PrefillRecord:
     """Blocks from the front that the prefix cache knows, or equal to some that it knows."""
     streams: dict[int, Stream] = field(default_factory=dict)
     acked_bytes: dict[int, int] = field(default_factory=dict)
-    """By shard."""
-    shard_lost: Fault | None = None
-    """What it fails with if the stream that broke last does not come back: its connection's end."""
-    shard_silent_since: float | None = None
-    """When the first stream broke after which no shard has acknowledged anything, or the last one
-    that owed nothing."""
+    """By strand."""
+    lost: dict[int, Fault | None] = field(default_factory=dict)
+    """By strand, of those whose stream has broken: what the request fails with if none comes back,
+    its connection's end; None for D's silence."""
+    silent_since: dict[int, float] = field(default_factory=dict)
+    """By strand, when the first stream broke after which its shard has acknowledged nothing, or the
+    last one on which nothing was owed."""
     first_token: Sampled | None = None
     finish: Finish | None = None
     first_token_tries: int = 0
@@ -169,6 +176,8 @@ class PrefillRecord:
     first_token_until: float | None = None
     """When D is given up, once a SendFirstToken was lost in this session."""
     first_token_delivered: bool = False
+    may_land: bool = False
+    """Whether a stream has ended of which P does not know that it has stopped."""
     stop_told: bool = False
     """Whether D has been told, or need not be, that nothing more is written to its blocks."""
     fault: Fault | None = None

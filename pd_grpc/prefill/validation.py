@@ -9,6 +9,7 @@ from pd_grpc.protocol.endpoints import ENDPOINT_LIMIT, check_endpoint
 from pd_grpc.protocol.faults import Fault, Reason, bad_request, not_meant
 from pd_grpc.protocol.layout import KvLayout
 from pd_grpc.protocol.messages import (
+    lacking_feature,
     sampling_from_proto,
     scope_errors,
     token_errors,
@@ -16,7 +17,8 @@ from pd_grpc.protocol.messages import (
     unbuilt_scope,
 )
 from pd_grpc.protocol.refs import name_errors, ref_errors
-from pd_grpc.protocol.sampling import FieldError, Sampling, sampling_errors
+from pd_grpc.protocol.sampling import FieldError, Sampling, sampling_errors, vocabulary_errors
+from pd_grpc.protocol.shards import Place
 from pd_grpc.v1 import prefill_pb2
 
 
@@ -30,6 +32,8 @@ class ModelLimits:
     num_blocks: int
     features: frozenset[str]
     eos_token_ids: frozenset[int]
+    shards: tuple[Place, ...]
+    """Into which P's KV is cut, at least one."""
 
 
 def tokens_of(request: prefill_pb2.PrefillRequest) -> tuple[int, ...]:
@@ -52,6 +56,7 @@ def check_prefill(
         *name_errors(request.request_id, "request_id"),
         *_token_errors(request, tokens, limits),
         *sampling_errors(sampling),
+        *vocabulary_errors(sampling, limits.vocab_size),
         *_answer_errors(request, sampling),
         *_decode_errors(request),
         *scope_errors(request.scope),
@@ -63,9 +68,11 @@ def check_prefill(
 
 
 def _check_features(request: prefill_pb2.PrefillRequest, limits: ModelLimits) -> None:
-    feature = unbuilt_sampling(request.sampling) or unbuilt_scope(request.scope)
-    if feature is None and request.sampling.HasField("logprobs"):
-        feature = None if "logprobs" in limits.features else "sampling.logprobs"
+    feature = (
+        unbuilt_sampling(request.sampling)
+        or unbuilt_scope(request.scope)
+        or lacking_feature(request.sampling, limits.features)
+    )
     if feature is not None:
         raise Fault(
             Reason.FEATURE, f"{feature} is not supported by this engine", {"feature": feature}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pd_grpc.prefill.prepare import LaneView
-from pd_grpc.prefill.states import PrefillRecord, PrefillState, Times
+from pd_grpc.prefill.states import PrefillRecord, PrefillState, Stream, Times
 from pd_grpc.protocol.messages import duration
 from pd_grpc.v1 import admin_pb2, prefill_pb2, types_pb2
 
@@ -37,9 +37,7 @@ def describe(
     record: PrefillRecord, now: float, timer: tuple[str, float] | None = None
 ) -> admin_pb2.TransferInfo:
     """`timer` is the next timer that concerns it: its name, and when it fires."""
-    ref = types_pb2.TransferRef(transfer_id=record.key.transfer_id, attempt=record.key.attempt)
-    if record.grant is not None:
-        ref.decode_epoch = record.grant.decode.epoch
+    ref = record.key.ref(0 if record.grant is None else record.grant.decode.epoch)
     info = admin_pb2.TransferInfo(
         ref=ref,
         request_id=record.request.request_id,
@@ -83,8 +81,18 @@ def _waits_for(record: PrefillRecord) -> str:
     if record.state is PrefillState.SENDING:
         if not record.first_token_delivered:
             return "the decode instance's answer to the first token"
-        return "acknowledgement of the KV"
+        return "acknowledgement of the KV" + _by_shards(record)
     return _WAITS_FOR.get(record.state, "")
+
+
+def _by_shards(record: PrefillRecord) -> str:
+    """Of several shards of D, those that have not got all of theirs."""
+    grant = record.grant
+    if grant is None or len(grant.shards) == 1:
+        return ""
+    open_ones = [n for n, stream in record.streams.items() if stream is not Stream.COMPLETED]
+    lacking = sorted({grant.strands[n].receiver for n in open_ones})
+    return f" by shard {', '.join(map(str, lacking))} of {len(grant.shards)}"
 
 
 def handed_off(record: PrefillRecord) -> prefill_pb2.HandedOff:

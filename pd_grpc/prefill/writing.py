@@ -12,7 +12,8 @@ class Writing:
     """Whether a request may yet write, and who is told that it has stopped.
 
     D is told by a Release, also where it was D that ended the transfer. A D with which there is no
-    session is not: it hears that its memory was let go of.
+    session is not: it hears that its memory was let go of. Nor is one told of what P does not know:
+    where a write may land for all that, D ends P's way to its memory, and then knows by itself.
     """
 
     def __init__(self, conversations: Conversations, releases: Releases) -> None:
@@ -60,4 +61,4 @@ class Writing:
         grant = record.grant
         if grant is None or not self._conversations.carriers.writes(grant.transport):
             return False
-        return any(stream.uses_blocks for stream in record.streams.values())
+        return record.may_land or any(s.uses_blocks for s in record.streams.values())

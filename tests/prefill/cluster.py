@@ -32,7 +32,7 @@ from pd_grpc.v1 import (
     sampling_pb2,
     types_pb2,
 )
-from tests.waiting import until
+from tests.waiting import LIMIT_S, until
 
 SMALL: dict[str, object] = {
     # What these tests look at are the bytes of chunks.
@@ -41,10 +41,10 @@ SMALL: dict[str, object] = {
     "block_size": 4,
     "num_blocks": 256,
     "chunk_tokens": 16,
-    "heartbeat_s": 0.5,
-    "lease_s": 2.0,
+    "heartbeat_s": 2.0,
+    "lease_s": 8.0,
     "grace_s": 0.5,
-    "kv_progress_s": 2.0,
+    "kv_progress_s": 8.0,
 }
 
 
@@ -139,7 +139,7 @@ class Cluster:
         return server
 
     async def run_prefill(
-        self, server: PrefillServer, request: Request, timeout_s: float = 20
+        self, server: PrefillServer, request: Request, timeout_s: float = 60
     ) -> Outcome:
         """The Prefill leg, to its end."""
         outcome = Outcome()
@@ -152,7 +152,7 @@ class Cluster:
         return outcome
 
     async def run_generate(
-        self, server: DecodeServer, request: Request, timeout_s: float = 20
+        self, server: DecodeServer, request: Request, timeout_s: float = 60
     ) -> Outcome:
         """The Generate leg, to its end."""
         outcome = Outcome()
@@ -167,7 +167,7 @@ class Cluster:
         return outcome
 
     async def run(
-        self, p: PrefillServer, d: DecodeServer, request: Request, timeout_s: float = 20
+        self, p: PrefillServer, d: DecodeServer, request: Request, timeout_s: float = 60
     ) -> tuple[Outcome, Outcome]:
         """Both legs at once, as a router opens them."""
         prefill, generate = await asyncio.gather(
@@ -196,7 +196,7 @@ class Cluster:
             await channel.close(None)
         await self.stop(*self.prefills, *self.decodes)
 
-    async def all_returned(self, within_s: float = 5) -> None:
+    async def all_returned(self, within_s: float = LIMIT_S) -> None:
         """Wait until every block of every pool is free and nothing is in flight."""
         await until(lambda: all(_idle(pool) for pool in self.pools), within_s)
         for pool in self.pools:

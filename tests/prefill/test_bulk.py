@@ -83,7 +83,7 @@ class Bench:
         memory = HostKvMemory(bytearray(range(256)) * (8 * LAYOUT.block_bytes // 256), LAYOUT)
         self.bulk = BulkSender(
             LAYOUT,
-            {layout_pb2.TRANSPORT_INLINE: InlineTransport(memory, grpc.aio.insecure_channel)},
+            [{layout_pb2.TRANSPORT_INLINE: InlineTransport(memory, grpc.aio.insecure_channel)}],
             LAYOUT.layer_bytes(0),
             SystemClock(),
             self.events.append,
@@ -111,7 +111,7 @@ class Bench:
             self.bulk.layer_ready([(KEY, BLOCKS * LAYOUT.block_size)], 0, layer)
 
     async def heard(self, kind: type[ev.Event]) -> ev.Event:
-        await until(lambda: any(isinstance(event, kind) for event in self.events), 5)
+        await until(lambda: any(isinstance(event, kind) for event in self.events))
         return next(event for event in self.events if isinstance(event, kind))
 
 
@@ -154,7 +154,7 @@ async def test_a_stream_opened_again_sends_only_what_the_shard_lacks(bench: Benc
 async def test_a_stream_opened_again_tells_that_its_shard_is_there(bench: Bench) -> None:
     bench.shard.break_after = 0
     bench.open()
-    await until(lambda: bench.shard.streams == 1, 5)
+    await until(lambda: bench.shard.streams == 1)
     bench.compute()
     await bench.heard(ev.TransferBroken)
     assert bench.events == [each for each in bench.events if isinstance(each, ev.TransferBroken)]
@@ -176,7 +176,7 @@ async def test_a_shard_that_acknowledges_nothing_is_given_up(bench: Bench) -> No
 
 async def test_a_shard_that_is_owed_nothing_may_be_silent(bench: Bench) -> None:
     bench.open(progress_s=0.5)
-    await until(lambda: bench.shard.streams == 1, 5)
+    await until(lambda: bench.shard.streams == 1)
     breaking = asyncio.create_task(bench.heard(ev.TransferBroken))
     await asyncio.wait([breaking], timeout=1.0)
     breaking.cancel()
@@ -191,7 +191,7 @@ async def test_a_transfer_is_let_go_and_that_is_confirmed(bench: Bench) -> None:
     await bench.heard(ev.TransferClosed)
     bench.compute()
     bench.bulk.close(KEY, 0)
-    await until(lambda: len(bench.events) == 2, 5)
+    await until(lambda: len(bench.events) == 2)
     assert bench.events == [ev.TransferClosed(KEY, 0)] * 2
     assert bench.shard.verified == []
 
@@ -201,7 +201,7 @@ async def test_stopping_lets_go_of_what_is_open(bench: Bench) -> None:
     await asyncio.to_thread(bench.bulk.stop)
     assert bench.events == [ev.TransferClosed(KEY, 0)]
     bench.compute()
-    bench.bulk = BulkSender(LAYOUT, bench.bulk._transports, 1, SystemClock(), bench.events.append)
+    bench.bulk = BulkSender(LAYOUT, bench.bulk._ranks, 1, SystemClock(), bench.events.append)
     bench.bulk.start()
 
 

@@ -12,7 +12,7 @@ from pd_grpc.prefill.server import PrefillServer
 from pd_grpc.telemetry.logs import LOGGER
 from tests.lines import line_to
 from tests.prefill.cluster import Cluster, request_to, running
-from tests.waiting import until
+from tests.waiting import LIMIT_S, until
 
 
 class Said:
@@ -27,6 +27,10 @@ class Said:
         found = [r for r in self._caplog.records if getattr(r, "instance", "") == instance]
         told = [(getattr(r, "event", ""), getattr(r, "peer", "")) for r in found]
         return [(event, peer) for event, peer in told if event in events]
+
+    def texts(self, event: str) -> list[str]:
+        """What the lines of an event say."""
+        return [r.getMessage() for r in self._caplog.records if getattr(r, "event", "") == event]
 
     def reasons(self, instance: str, event: str) -> list[str]:
         """The reasons of an instance's lines of an event."""
@@ -66,7 +70,7 @@ async def test_a_d_that_leaves_and_comes_back_has_a_line_for_each_turn(said: Sai
             while not await _answered(cluster, p, back, seed):
                 seed += 1
 
-        await asyncio.wait_for(served(), 20)
+        await asyncio.wait_for(served(), LIMIT_S)
         await until(lambda: open_again in said.of("p0", *turns))
         heard = said.of("p0", *turns)
     assert heard[0] == opened
@@ -92,6 +96,17 @@ async def test_a_link_that_breaks_and_mends_has_lines_on_both_ends(said: Said) -
         ("session_opened", "p0"),
         ("session_lost", "p0"),
     ]
+
+
+@pytest.mark.parametrize(("transports", "way"), [(("inline",), "inline"), (("shm",), "shm")])
+async def test_p_says_by_which_transport_its_kv_goes(
+    said: Said, transports: tuple[str, ...], way: str
+) -> None:
+    async with running() as cluster:
+        d = await cluster.decode(name="d0", transports=transports)
+        p = await cluster.prefill(name="p0", transports=transports)
+        assert await _answered(cluster, p, d, 1)
+    assert set(said.texts("session_opened")) == {f"session with d0, KV by {way}", "session with p0"}
 
 
 async def test_ps_and_ds_that_do_not_fit_say_so_on_both_ends(said: Said) -> None:

@@ -39,11 +39,29 @@ def test_of_a_batch_that_fails_only_the_one_at_fault_fails(world: World) -> None
     assert world.emitted(good)[-1] == "progress"
 
 
+def test_of_a_step_only_the_one_without_a_token_fails(world: World) -> None:
+    world.occupy_pool()
+    good, bad = world.call("t-1", tokens=4), world.call("t-2", tokens=4)
+    world.connect()
+    world.grant("t-1")
+    world.grant("t-2")
+    world.free_pool()
+    world.advance(0)
+    world.call("t-3", tokens=4)
+    together = world.step(tokenless=["t-2"])
+    assert [key.transfer_id for key in together.keys] == ["t-1", "t-2"]
+    fault = world.fault(bad)
+    assert (fault.reason, fault.message) == (Reason.ENGINE_ERROR, "no token is left")
+    assert world.releases() == [(D1, Reason.ENGINE_ERROR)]
+    assert world.emitted(good)[-1] == "progress"
+    assert world.state("t-1") is PrefillState.SENDING
+
+
 def test_a_cancelled_request_keeps_its_blocks_until_the_step_is_over(world: World) -> None:
     call = world.bring_to(PrefillState.COMPUTING)
     world.feed(ev.PrefillCallEnded(call))
     for close in world.take(act.CloseTransfer):
-        world.feed(ev.TransferClosed(close.key, close.shard))
+        world.feed(ev.TransferClosed(close.key, close.strand))
     assert world.pool.counts()[BlockState.QUARANTINED] == 3
     world.step()
     assert world.pool.free == world.pool.total

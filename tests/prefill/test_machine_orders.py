@@ -129,7 +129,7 @@ class Chance:
         opened = self.pick(act.OpenTransfer)
         if not isinstance(opened, act.OpenTransfer):
             return
-        key, shard = opened.key, opened.shard
+        key, shard = opened.key, opened.strand
         events: list[ev.Event] = [
             ev.KvAcked(key, shard, [Slab(0, 0, 1, 0, 1)], 10),
             ev.TransferCompleted(key, shard),
@@ -139,7 +139,7 @@ class Chance:
 
     def close(self) -> None:
         for closing in self.world.take(act.CloseTransfer):
-            self.world.feed(ev.TransferClosed(closing.key, closing.shard))
+            self.world.feed(ev.TransferClosed(closing.key, closing.strand))
 
     def answer_first_token(self) -> None:
         sent = self.pick(act.SendFirstToken)

@@ -53,7 +53,7 @@ def computing(world: World, decodes: tuple[str, ...] = (D1,)) -> int:
 def close(world: World) -> None:
     """The bulk side has let go of what it was told to."""
     for closing in world.take(act.CloseTransfer):
-        world.feed(ev.TransferClosed(closing.key, closing.shard))
+        world.feed(ev.TransferClosed(closing.key, closing.strand))
 
 
 # Getting there
@@ -149,6 +149,29 @@ def test_the_last_write_may_be_over_before_d_has_answered(world: World) -> None:
     assert stops(world) == [False, True]
 
 
+def test_what_may_land_yet_is_never_said_to_be_over(world: World) -> None:
+    call = computing(world)
+    world.feed(ev.PrefillCallEnded(call))
+    world.answer_release()
+    for closing in world.take(act.CloseTransfer):
+        world.feed(ev.TransferClosed(closing.key, closing.strand, stopped=False))
+    world.advance(1)
+    assert stops(world) == [False]
+    assert len(world.machine.placement.releases) == 0
+
+
+def test_a_stream_that_may_not_have_stopped_is_followed_by_no_other(world: World) -> None:
+    """Another, inline or not, would end with the word that P writes no more."""
+    call = computing(world)
+    world.feed(ev.TransferBroken(KEY, 0, GONE, stopped=False))
+    assert world.fault(call).reason is Reason.DECODE_LOST
+    world.advance(1)
+    assert len(world.taken(act.OpenTransfer)) == 1
+    close(world)
+    world.answer_release()
+    assert stops(world) == [False]
+
+
 def test_a_release_that_was_lost_says_it_the_second_time(world: World) -> None:
     call = computing(world)
     world.feed(ev.PrefillCallEnded(call))
@@ -158,6 +181,27 @@ def test_a_release_that_was_lost_says_it_the_second_time(world: World) -> None:
     assert stops(world) == [False, True]
     world.answer_release()
     assert stops(world) == [False, True]
+
+
+def test_the_last_write_is_told_of_as_long_as_the_session_lives(world: World) -> None:
+    """D has forgotten the transfer, and has its blocks kept until it hears of that."""
+    call = computing(world)
+    world.feed(ev.PrefillCallEnded(call))
+    world.answer_release()
+    close(world)
+    late_s = world.config.grace_s + 2 * world.config.tombstone_s
+    for _ in range(int(late_s)):
+        world.answer_release(TransportFault(Code.DEADLINE_EXCEEDED, "late"))
+        world.say(load=decode_pb2.Load())
+        world.advance(1)
+    said = len(stops(world))
+    world.answer_release(TransportFault(Code.DEADLINE_EXCEEDED, "late"))
+    world.advance(1)
+    assert stops(world)[said:] == [True]
+    world.answer_release()
+    world.advance(1)
+    assert len(stops(world)) == said + 1
+    assert len(world.machine.placement.releases) == 0
 
 
 def test_what_d_has_ended_is_released_too_once_p_has_stopped(world: World) -> None:

@@ -10,7 +10,7 @@ from pd_grpc.prefill.states import PrefillState
 from pd_grpc.protocol.faults import Code, Fault, Reason, TransportFault, not_meant
 from pd_grpc.protocol.refs import TransferKey
 from pd_grpc.v1 import decode_pb2, types_pb2
-from tests.prefill.test_sender import opened, sender
+from tests.prefill.test_sender import compute, opened, sender
 from tests.prefill.world import D1, World
 
 UNKNOWN_STATE = 77
@@ -97,3 +97,12 @@ def test_a_shard_that_has_everything_before_everything_was_sent_is_not_believed(
         pass
     assert made.end(0) is not None
     assert made.completed()
+
+
+def test_more_accepted_than_was_sent_widens_no_window() -> None:
+    made = opened(sender(chunk_blocks=1), window_blocks=1)
+    compute(made, 16)
+    assert made.next_slab(0) is not None
+    made.acked([], 2**64 - 1, 0)
+    assert made.unacked_bytes == 0
+    assert [made.next_slab(0), made.next_slab(0)][1] is None, "one at a time, as before"

@@ -31,7 +31,7 @@ def grant(world: World, transfer_id: str, *runs: tuple[int, int], cached: int = 
     )
     for start, count in runs:
         response.wanted.add(start=start, count=count)
-    response.shards.add(endpoint="bulk")
+    response.shards.add(endpoint="d:1")
     world.feed(ev.AllocateAnswered(asked, response, None))
 
 

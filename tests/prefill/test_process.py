@@ -21,7 +21,7 @@ def test_it_says_when_it_is_ready_and_ends_on_a_signal(signum: int) -> None:
         assert (word, role, name) == ("ready", "prefill", "p-1")
         with grpc.insecure_channel(endpoint) as channel:
             admin = admin_pb2_grpc.AdminServiceStub(channel)
-            info = admin.GetServerInfo(admin_pb2.GetServerInfoRequest(), timeout=5).server
+            info = admin.GetServerInfo(admin_pb2.GetServerInfoRequest(), timeout=60).server
             assert info.health == admin_pb2.HEALTH_SERVING
             assert info.settings["num_blocks"] == "64"
         running.send_signal(signum)
@@ -35,6 +35,6 @@ def test_a_drain_by_an_operator_ends_it() -> None:
         endpoint = ready(running)[3]
         with grpc.insecure_channel(endpoint) as channel:
             admin = admin_pb2_grpc.AdminServiceStub(channel)
-            assert admin.Drain(admin_pb2.DrainRequest(), timeout=5).transfers == 0
+            assert admin.Drain(admin_pb2.DrainRequest(), timeout=60).transfers == 0
         _, errors = running.communicate(timeout=END_S)
         assert running.returncode == 0, errors

@@ -8,6 +8,7 @@ from pd_grpc.prefill import actions as act
 from pd_grpc.prefill import events as ev
 from pd_grpc.prefill.states import PrefillState
 from pd_grpc.protocol.faults import Code, Fault, Reason, TransportFault
+from pd_grpc.v1 import types_pb2
 from tests.prefill.world import D1, GONE, World
 
 LATE = TransportFault(Code.DEADLINE_EXCEEDED, "late")
@@ -108,6 +109,27 @@ def test_another_process_of_d_is_owed_nothing(world: World) -> None:
     world.advance(0.1)
     world.connect()
     assert world.releases() == []
+    assert owed(world) == 0
+
+
+@pytest.mark.parametrize("meant", [0, 100, 101])
+def test_another_process_of_d_hears_of_what_neither_was_asked(world: World, meant: int) -> None:
+    """Its client may wait there already, and none but P knows that it was turned away."""
+    world.bring_to(PrefillState.ALLOCATING)
+    world.break_session()
+    world.refuse(GONE)
+    ref = types_pb2.TransferRef(decode_epoch=meant)
+    call = world.call("t-2", ref=ref)
+    assert world.fault(call).reason is Reason.DECODE_LOST
+    world.decodes[D1].epoch = 101
+    world.advance(0.1)
+    world.connect()
+    told = [(sent.key.transfer_id, sent.request.ref) for sent in world.taken(act.SendRelease)]
+    heard = types_pb2.TransferRef(transfer_id="t-2", attempt=1, decode_epoch=101)
+    assert told == ([("t-2", heard)] if meant != 100 else [])
+    assert world.releases() == [(D1, Reason.DECODE_LOST)] * len(told)
+    if told:
+        world.answer_release()
     assert owed(world) == 0
 
 

@@ -33,10 +33,10 @@ def record(tokens: int, decode: str = "d") -> PrefillRecord:
 class Bench:
     """A scheduler of chunks of 8 tokens, whose steps the test computes."""
 
-    def __init__(self, blocks: int = 100, batch: int = 4) -> None:
+    def __init__(self, blocks: int = 100, batch: int = 4, cut: int = 8) -> None:
         self.pool = BlockPool(blocks)
         cache = PrefixCache(self.pool, 0.0)
-        self.scheduler = PrefillScheduler(cache, LAYOUT, batch, chunk_tokens=8)
+        self.scheduler = PrefillScheduler(cache, LAYOUT, batch, chunk_tokens=8, cut=cut)
         self.records: list[PrefillRecord] = []
 
     def add(self, *tokens: int, decode: str = "d") -> list[PrefillRecord]:
@@ -94,6 +94,53 @@ def test_company_does_not_move_the_cuts() -> None:
     cuts_alone = [chunk for _ in range(3) for chunk in alone.step()]
     cuts = [chunk for _ in range(8) for chunk in together.step() if chunk[0] == 1]
     assert [c[1:] for c in cuts] == [c[1:] for c in cuts_alone] == [(0, 8), (8, 8), (16, 5)]
+
+
+def test_the_rest_of_a_step_begins_the_next_prompt() -> None:
+    bench = Bench(cut=2)
+    bench.add(11, 11)
+    assert bench.step() == [(0, 0, 8)]
+    assert bench.step() == [(0, 8, 3), (1, 0, 4)]
+    assert bench.step() == [(1, 4, 7)]
+    assert bench.idle()
+
+
+def test_a_short_prompt_does_not_wait_for_a_long_one_that_is_being_computed() -> None:
+    bench = Bench(cut=2)
+    bench.add(40)
+    assert bench.step() == [(0, 0, 8)]
+    bench.add(2, 3)
+    assert bench.step() == [(0, 8, 6), (1, 0, 2)]
+    assert bench.step() == [(0, 14, 6), (2, 0, 2)]
+    assert bench.step() == [(0, 20, 6), (2, 2, 1)]
+    assert bench.step() == [(0, 26, 8)]
+    assert bench.step() == [(0, 34, 6)]
+    assert bench.idle()
+
+
+def test_one_that_is_hardly_shorter_holds_no_blocks_while_it_waits() -> None:
+    bench = Bench(cut=2)
+    bench.add(24)
+    assert bench.step() == [(0, 0, 8)]
+    (second,) = bench.add(12)
+    assert bench.step() == [(0, 8, 8)]
+    assert second.holding is None
+    assert bench.step() == [(0, 16, 8)]
+    assert bench.step() == [(1, 0, 8)]
+    assert bench.step() == [(1, 8, 4)]
+    assert bench.idle()
+
+
+def test_a_beginning_that_is_cached_counts_for_nothing() -> None:
+    bench = Bench(cut=2)
+    cache = PrefixCache(bench.pool, 1.0)
+    bench.scheduler = PrefillScheduler(cache, LAYOUT, 4, chunk_tokens=8, cut=2)
+    first = bench.add(20)
+    while bench.step():
+        bench.scheduler.keep(first[0])
+    bench.add(8, 20)
+    assert bench.step() == [(1, 4, 4), (2, 16, 4)], "all but the block of the last token"
+    assert bench.idle()
 
 
 def test_no_more_than_the_batch_at_once() -> None:

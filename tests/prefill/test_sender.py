@@ -93,6 +93,18 @@ def test_what_does_not_fill_a_chunk_waits_for_the_pass_to_end() -> None:
     assert drain(made) == [Slab(0, 0, 3, 0, 3), Slab(0, 0, 3, 3, 1)]
 
 
+def test_a_slab_may_be_larger_than_what_is_worth_being_sent() -> None:
+    plan = SendPlan(16, tuple(range(64)), ((0, 4),), (LayerRun(0, 0, 3),))
+    made = TransferSender(layout(3), plan, 4 * LAYER_BYTES, 10, slab_bytes=9 * LAYER_BYTES)
+    made.opening(0)
+    made.opened([], 1000 * LAYER_BYTES, 0)
+    made.advance(0, 0, 16)
+    assert drain(made) == [Slab(0, 0, 1, 0, 4)], "it does not wait for as much as could go at once"
+    made.advance(0, 1, 16)
+    made.advance(0, 2, 16)
+    assert drain(made) == [Slab(0, 1, 2, 0, 4)]
+
+
 def test_a_chunk_is_never_smaller_than_one_block_of_one_layer() -> None:
     plan = SendPlan(8, (0, 1), ((0, 2),), (LayerRun(0, 0, 1),))
     made = opened(TransferSender(layout(1), plan, chunk_bytes=1, progress_s=10))

@@ -5,8 +5,6 @@ from __future__ import annotations
 import asyncio
 import threading
 
-import pytest
-
 from pd_grpc.prefill import actions as act
 from pd_grpc.prefill import events as ev
 from pd_grpc.prefill.server import PrefillServer
@@ -17,7 +15,7 @@ from pd_grpc.transport.base import Slab
 from pd_grpc.v1 import decode_pb2
 from tests.prefill.cluster import answer_to, request_to, running
 from tests.prefill.world import BLOCK, D1, LAYOUT, World, settle
-from tests.waiting import until
+from tests.waiting import LIMIT_S, until
 
 T1 = TransferKey("t-1", 1)
 
@@ -130,15 +128,14 @@ def is_ready(p: PrefillServer) -> bool:
     return p.control.ready
 
 
-@pytest.mark.timeout(30)
 async def test_a_blocked_bulk_loop_turns_readiness_off_and_its_end_turns_it_on() -> None:
     async with running() as cluster:
         p = await cluster.prefill(no_progress_s=0.4, kv_progress_s=0.2)
         d = await cluster.decode(kv_progress_s=0.2)
         gate = threading.Event()
-        p.bulk._post(lambda: gate.wait(20))
+        p.bulk._post(lambda: gate.wait(120))
         try:
-            outcome = await asyncio.wait_for(cluster.run_prefill(p, request_to(d)), 5)
+            outcome = await asyncio.wait_for(cluster.run_prefill(p, request_to(d)), LIMIT_S)
             assert isinstance(outcome.fault, Fault)
             assert outcome.fault.reason is Reason.SENDER_STUCK
             assert not is_ready(p)

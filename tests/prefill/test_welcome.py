@@ -82,6 +82,24 @@ def test_a_welcome_without_what_every_call_needs_is_turned_down(
     assert world.taken(act.SendAllocate) == []
 
 
+@pytest.mark.parametrize("fields", [{}, {"kv_format": "canonical"}])
+def test_bytes_are_canonical_where_d_does_not_say_otherwise(
+    world: World, fields: dict[str, Any]
+) -> None:
+    world.call()
+    world.connect(D1, **fields)
+    assert world.ask().endpoint == D1
+
+
+def test_a_format_that_is_not_ours_is_turned_down(world: World) -> None:
+    call = world.call()
+    world.connect(D1, kv_format="another")
+    fault = world.fault(call)
+    assert fault.reason is Reason.LAYOUT_MISMATCH
+    assert fault.metadata == {"field": "kv_format", "ours": "canonical", "theirs": "another"}
+    assert world.taken(act.SendAllocate) == []
+
+
 def test_a_hello_that_d_finds_malformed_is_no_mistake_of_the_client(world: World) -> None:
     call = world.call()
     world.break_session(fault=bad_request([FieldError("hello.layouts", "must have at least one")]))

@@ -3,13 +3,13 @@ hand."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import count
 from typing import TypeVar
 
 import pytest
 
-from pd_grpc.blocks.pool import BlockPool, BlockState, Holding
+from pd_grpc.blocks.pool import BlockPool, Holding
 from pd_grpc.engine.base import Sampled
 from pd_grpc.engine.sim_tokenizer import SimTokenizer
 from pd_grpc.prefill import actions as act
@@ -23,8 +23,10 @@ from pd_grpc.protocol.faults import Code, Fault, Reason, TransportFault, read_st
 from pd_grpc.protocol.layout import GroupKind, KvGroup, KvLayout, Plane, PlaneKind
 from pd_grpc.protocol.messages import duration, layout_to_proto
 from pd_grpc.protocol.refs import TransferKey
+from pd_grpc.protocol.shards import Place, whole
 from pd_grpc.transport.base import Slab
 from pd_grpc.v1 import decode_pb2, layout_pb2, prefill_pb2, sampling_pb2, types_pb2
+from tests.blocks.emptying import assert_whole
 
 A = TypeVar("A", bound=act.Action)
 
@@ -101,6 +103,7 @@ class World:
             num_blocks=num_blocks,
             features=frozenset(features),
             eos_token_ids=frozenset({EOS}),
+            shards=(Place(whole(LAYOUT)),),
         )
         instance = types_pb2.Instance(name="p", epoch=50, role=types_pb2.ROLE_PREFILL)
         self.machine = PrefillMachine(
@@ -178,8 +181,10 @@ class World:
         transfer_id: str = "t-1",
         asked: act.SendAllocate | None = None,
         transport: layout_pb2.Transport = layout_pb2.TRANSPORT_INLINE,
+        places: Sequence[Place] = (),
     ) -> None:
-        """D grants what the last Allocate asked for."""
+        """D grants what the last Allocate asked for; `places` are those of its shards, if it has
+        several."""
         asked = asked or self.ask(transfer_id)
         response = decode_pb2.AllocateResponse(
             grant_id=f"g-{transfer_id}-{asked.ask}", transport=transport
@@ -187,16 +192,28 @@ class World:
         if asked.request.kv_needed:
             blocks = LAYOUT.blocks_for(asked.request.prompt_tokens)
             response.wanted.add(start=0, count=blocks)
-            response.shards.add(endpoint=f"bulk-{asked.endpoint}")
+            if not places:
+                response.shards.add(endpoint=f"bulk-{asked.endpoint}")
+            for i, place in enumerate(places):
+                response.shards.append(place.to_proto())
+                response.shards[i].endpoint = f"bulk-{i}-{asked.endpoint}"
         self.feed(ev.AllocateAnswered(asked, response, None))
 
     def refuse(self, fault: Fault | TransportFault, transfer_id: str = "t-1") -> None:
         self.feed(ev.AllocateAnswered(self.ask(transfer_id), None, fault))
 
-    def step(self, token: int = 7) -> act.RunStep:
-        """The engine finishes the step it was given last; every prompt that ends gives `token`."""
+    def step(self, token: int = 7, tokenless: Sequence[str] = ()) -> act.RunStep:
+        """The engine finishes the step it was given last; every prompt that ends gives `token`, but
+        for the transfers that it has none for."""
         run = self.taken(act.RunStep)[-1]
-        results = [None if chunk.sample is None else Sampled(token) for chunk in run.chunks]
+        results = [
+            None
+            if chunk.sample is None
+            else Sampled(-1, fault="no token is left")
+            if key.transfer_id in tokenless
+            else Sampled(token)
+            for key, chunk in zip(run.keys, run.chunks, strict=True)
+        ]
         self.feed(ev.StepDone(run.step, results))
         return run
 
@@ -225,7 +242,7 @@ class World:
     def confirm_closed(self) -> None:
         """The bulk side confirms every close it was asked for, and the engine finishes its step."""
         for close in self.take(act.CloseTransfer):
-            self.feed(ev.TransferClosed(close.key, close.shard))
+            self.feed(ev.TransferClosed(close.key, close.strand))
         runs = self.taken(act.RunStep)
         if runs:
             # One that has ended already is late, which changes nothing.
@@ -346,6 +363,5 @@ def settle(world: World) -> None:
     assert world.machine.transfers(world.now) == []
     assert world.pool.free == world.pool.total
     world.machine.cache.check()
-    world.machine.cache.clear()
-    assert world.pool.counts()[BlockState.FREE] == world.pool.total
+    assert_whole(world.pool)
     assert world.taken(act.Drained)
