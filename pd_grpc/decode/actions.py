@@ -9,7 +9,9 @@ from pd_grpc.decode.states import DecodeState
 from pd_grpc.engine.base import DecodeSlot, PrefillChunk
 from pd_grpc.engine.stopping import Finish
 from pd_grpc.protocol.faults import Fault
+from pd_grpc.protocol.layout import CANONICAL
 from pd_grpc.protocol.refs import TransferKey
+from pd_grpc.protocol.shards import Place
 from pd_grpc.v1 import decode_pb2, layout_pb2, types_pb2
 
 if TYPE_CHECKING:  # a transfer holds what it has yet to emit
@@ -80,9 +82,11 @@ class FinishGenerate:
 
 @dataclass(frozen=True)
 class OpenReceive:
-    """Let KV in for a grant: `blocks[i]` is the physical block of logical block `i`, and the runs
-    (start, count) `wanted` of logical blocks are to come, from `owner` alone, by `transport` or
-    inline. The others hold their KV already and are not to be written to."""
+    """Let KV in for a grant, on every shard: `blocks[i]` is the physical block of logical block
+    `i`, and the runs (start, count) `wanted` of logical blocks are to come, from `owner` alone, by
+    `transport` or inline, from its shards `senders`, without any from one that holds everything, in
+    `kv_format` or canonical. The other blocks hold their KV already and are not to be written
+    to."""
 
     grant_id: str
     key: TransferKey
@@ -90,11 +94,14 @@ class OpenReceive:
     blocks: tuple[int, ...]
     wanted: tuple[tuple[int, int], ...]
     transport: int = layout_pb2.TRANSPORT_INLINE
+    senders: tuple[Place, ...] = ()
+    kv_format: str = CANONICAL
 
 
 @dataclass(frozen=True)
 class CloseReceive:
-    """Let no more KV in for a grant, tell its stream why, and report `ReceiveClosed`."""
+    """Let no more KV in for a grant, on every shard, tell its streams why, and report a
+    `ReceiveClosed` of each shard."""
 
     grant_id: str
     fault: Fault
@@ -160,7 +167,7 @@ class Drained:
 
 
 ToReceiver: TypeAlias = OpenReceive | CloseReceive | AdmitSession | DismissPrefill
-"""For the shard that lets KV in."""
+"""For the shards that let KV in."""
 
 Action: TypeAlias = (
     Answer

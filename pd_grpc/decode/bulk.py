@@ -26,6 +26,7 @@ from pd_grpc.protocol.clock import Clock
 from pd_grpc.protocol.config import DecodeConfig
 from pd_grpc.protocol.faults import Fault, bad_request
 from pd_grpc.protocol.interception import Wire
+from pd_grpc.protocol.niceness import stand_back
 from pd_grpc.protocol.posting import post
 from pd_grpc.protocol.sampling import FieldError
 from pd_grpc.protocol.serving import HandlerRegistry
@@ -37,12 +38,16 @@ from pd_grpc.v1 import transfer_pb2
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
+FRAME_BYTES = 256 << 10
+"""The longest frame that P may send: each costs either end, by default there are 64 in a MiB. One
+holds up what else is on the connection, at 1 Gbit/s for 2 ms."""
+
 ACKS_PER_WINDOW = 2
 """Of a sender that uses its window: each ack costs either end, and too few would let it run dry."""
 
 
 class BulkServer:
-    """The shard of a D. `listeners` are called on the bulk thread with events for D's machine."""
+    """One shard of a D. `listeners` are called on its thread with events for D's machine."""
 
     def __init__(
         self,
@@ -51,15 +56,19 @@ class BulkServer:
         clock: Clock,
         wire: Wire | None = None,
         transports: Iterable[ReceiveTransport] = (),
+        shard: int = 0,
     ) -> None:
-        """`transports` are those of `receiver`, to be started and stopped."""
+        """`transports` are those of `receiver`, to be started and stopped; `shard` is the index of
+        this one."""
         self.listeners: list[Callable[[ev.Event], None]] = []
         self._config = config
+        self._shard = shard
         self._receiver = receiver
         self._clock = clock
         self._transports = tuple(transports)
         self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._run, name="pd-bulk", daemon=True)
+        name = f"pd-bulk-{shard}" if shard else "pd-bulk"
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._outboxes: dict[int, TransferOutbox] = {}
         self._numbers = count(1)
         self._wake: asyncio.TimerHandle | None = None
@@ -72,7 +81,8 @@ class BulkServer:
     @property
     def endpoint(self) -> str:
         """host:port that P reaches it at."""
-        return self._config.bulk_advertise or rpc.address(self._config.host, self.port)
+        told = self._config.bulk_advertise
+        return told[self._shard] if told else rpc.address(self._config.host, self.port)
 
     def start(self) -> None:
         """Bind and serve. PortInUse when the port is taken."""
@@ -143,7 +153,8 @@ class BulkServer:
         receiver = self._receiver
         if isinstance(action, act.OpenReceive):
             grant = action.grant_id, action.key, action.owner, action.blocks, action.wanted
-            self._perform(receiver.open_grant(*grant, action.transport))
+            how = action.transport, action.senders, action.kv_format
+            self._perform(receiver.open_grant(*grant, *how))
         elif isinstance(action, act.CloseReceive):
             self._perform(receiver.close_grant(action.grant_id, action.fault, self._clock.now()))
         elif isinstance(action, act.AdmitSession):
@@ -180,9 +191,8 @@ class BulkServer:
         self._perform(self._receiver.tick(self._clock.now()))
 
     async def _serve(self) -> None:
-        self._server = grpc.aio.server(
-            interceptors=self._interceptors, options=rpc.server_options(self._config)
-        )
+        options = [*rpc.server_options(self._config), ("grpc.http2.max_frame_size", FRAME_BYTES)]
+        self._server = grpc.aio.server(interceptors=self._interceptors, options=options)
         # As the generated code does it, but for what reads a request.
         transfer = grpc.stream_stream_rpc_method_handler(
             self.Transfer,
@@ -193,10 +203,13 @@ class BulkServer:
         self._server.add_generic_rpc_handlers(
             (grpc.method_handlers_generic_handler(SERVICE, methods),)
         )
-        self.port = rpc.bind(self._server, self._config.host, self._config.bulk_port)
+        port = self._config.bulk_port
+        self.port = rpc.bind(self._server, self._config.host, port + self._shard if port else 0)
         await self._server.start()
         for transport in self._transports:
             await transport.start(self._writer)
+        # Not before: what grpc starts serves the control endpoint too, and would be as nice.
+        stand_back(self._config.bulk_nice)
 
     def _writer(self, name: str, epoch: int, writes: bool) -> None:
         """A process of P can write to the pool itself from now on, or cannot any more."""

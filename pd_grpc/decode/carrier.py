@@ -4,17 +4,19 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from pd_grpc.protocol.layout import CANONICAL
 from pd_grpc.v1 import layout_pb2
 
 
 @dataclass(frozen=True)
 class Carrier:
-    """A transport by its value on the wire: whether P writes into D's memory itself, and what it
-    needs for that, which goes into the shard's `transport_metadata`."""
+    """A transport by its value on the wire: whether P writes into D's memory itself, what it needs
+    for that, which goes into the shard's `transport_metadata`, and the format of the bytes."""
 
     transport: int
     one_sided: bool = False
     metadata: bytes = b""
+    kv_format: str = CANONICAL
 
     def shard(self, shard: layout_pb2.Shard) -> layout_pb2.Shard:
         """A shard as a P is told of it that uses this transport."""

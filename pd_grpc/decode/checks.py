@@ -10,6 +10,7 @@ from pd_grpc.protocol.block_hashes import HASH_BYTES
 from pd_grpc.protocol.config import EngineConfig
 from pd_grpc.protocol.faults import Fault, Reason, bad_request, not_meant
 from pd_grpc.protocol.messages import (
+    lacking_feature,
     prompt_digest,
     sampling_from_proto,
     scope_errors,
@@ -18,7 +19,7 @@ from pd_grpc.protocol.messages import (
     unbuilt_scope,
 )
 from pd_grpc.protocol.refs import name_errors, ref_errors
-from pd_grpc.protocol.sampling import FieldError, Sampling, sampling_errors
+from pd_grpc.protocol.sampling import FieldError, Sampling, sampling_errors, vocabulary_errors
 from pd_grpc.v1 import decode_pb2, inference_pb2, sampling_pb2, types_pb2
 
 DIGEST_BYTES = 32
@@ -73,9 +74,9 @@ def check_features(
     features: frozenset[str],
 ) -> None:
     """Fault when a request needs what is not built here."""
-    unbuilt = unbuilt_sampling(sampling) or unbuilt_scope(scope)
-    if unbuilt is None and sampling.HasField("logprobs") and "logprobs" not in features:
-        unbuilt = "sampling.logprobs"
+    unbuilt = (
+        unbuilt_sampling(sampling) or unbuilt_scope(scope) or lacking_feature(sampling, features)
+    )
     if unbuilt is not None:
         raise Fault(Reason.FEATURE, f"{unbuilt} is not supported", {"feature": unbuilt})
 
@@ -86,7 +87,8 @@ def check_allocate(
     """Fault when an Allocate is malformed, could never be granted, or needs a feature that its
     session has not."""
     check_features(request.sampling, request.scope, negotiated)
-    wrong = sampling_errors(sampling_from_proto(request.sampling))
+    sampling = sampling_from_proto(request.sampling)
+    wrong = sampling_errors(sampling) + vocabulary_errors(sampling, limits.vocab_size)
     wrong += name_errors(request.request_id, "request_id")
     if request.prompt_tokens < 1:
         wrong.append(FieldError("prompt_tokens", "must be at least 1"))
@@ -100,6 +102,9 @@ def check_allocate(
         wrong.append(FieldError("block_hashes", limit))
     elif any(len(each.hash) != HASH_BYTES for each in request.block_hashes):
         wrong.append(FieldError("block_hashes", f"each has {HASH_BYTES} bytes"))
+    elif len({each.hash for each in request.block_hashes}) != len(request.block_hashes):
+        # No chain comes to one name twice, and no block is granted twice.
+        wrong.append(FieldError("block_hashes", "must differ from each other"))
     wrong += scope_errors(request.scope)
     if wrong:
         raise bad_request(wrong)
@@ -152,7 +157,8 @@ def check_generate(request: inference_pb2.GenerateRequest, limits: Limits) -> Sa
     """The sampling of a client's leg. Fault when the leg is malformed."""
     check_features(request.sampling, request.scope, limits.features)
     sampling = sampling_from_proto(request.sampling)
-    wrong = sampling_errors(sampling) + name_errors(request.request_id, "request_id")
+    wrong = sampling_errors(sampling) + vocabulary_errors(sampling, limits.vocab_size)
+    wrong += name_errors(request.request_id, "request_id")
     wrong += scope_errors(request.scope)
     kind = request.WhichOneof("prompt")
     if kind in ("text", "messages"):

@@ -50,6 +50,8 @@ class ClientDesk:
         """Attach to a hand-over, or begin a request of our own."""
         try:
             sampling = check_generate(event.request, self._limits)
+            if event.objection is not None:
+                raise event.objection
             if event.request.HasField("handoff"):
                 check_handoff(event.request, self._limits.instance)
                 self._attach(event, sampling)

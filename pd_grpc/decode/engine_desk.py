@@ -12,6 +12,7 @@ from pd_grpc.decode.quarantine import ENGINE
 from pd_grpc.decode.states import DecodeState
 from pd_grpc.decode.transfer import Transfer
 from pd_grpc.engine.base import PrefillChunk, Sampled
+from pd_grpc.engine.stopping import Finish
 from pd_grpc.protocol.faults import Fault, Reason
 from pd_grpc.v1 import types_pb2
 
@@ -63,14 +64,18 @@ class EngineDesk:
                 self._decoded(transfers[grant_id], sampled)
 
     def failed(self, event: StepFailed) -> None:
-        """A step that raised fails the requests in it, and only those."""
+        """A step that raised fails the request that was alone in it. Several are tried apart, so
+        that only those at fault fail."""
         plan = self._finish_step(event.step)
         if plan is None:
             return
-        for grant_id in plan.prefill_grants + plan.decode_grants:
-            transfer = self._ledger.transfers.get(grant_id)
-            if transfer is not None:
-                self._ledger.end(transfer, DecodeState.FAILED, event.fault)
+        ledger, grant_ids = self._ledger, plan.prefill_grants + plan.decode_grants
+        alive = [grant_id for grant_id in grant_ids if grant_id in ledger.transfers]
+        if len(grant_ids) > 1:
+            ledger.scheduler.suspect(alive)
+            return
+        for grant_id in alive:
+            ledger.end(ledger.transfers[grant_id], DecodeState.FAILED, event.fault)
 
     def stuck(self) -> None:
         """The step has not returned: say so, and fail what waits for the engine."""
@@ -103,9 +108,11 @@ class EngineDesk:
 
     def _prefilled(self, transfer: Transfer, chunk: PrefillChunk, sampled: Sampled | None) -> None:
         ledger = self._ledger
+        if sampled is not None and self._failed(transfer, sampled):
+            return
         transfer.kv_tokens = chunk.start + len(chunk.token_ids)
         ledger.reuse.keep(transfer)
-        if transfer.state is DecodeState.PREEMPTED:
+        if transfer.handed_off:
             if transfer.kv_tokens == len(transfer.tokens) - 1:
                 ledger.scheduler.drop(transfer)
                 ledger.move(transfer, DecodeState.DECODING)
@@ -116,16 +123,31 @@ class EngineDesk:
         ledger.scheduler.drop(transfer)
         transfer.kv_complete = True
         transfer.handed_off_at = ledger.now
-        ledger.move(transfer, DecodeState.READY)
+        if transfer.state is DecodeState.RECEIVING:
+            ledger.move(transfer, DecodeState.READY)
         hold_as(transfer, BlockState.DECODING)
         ledger.move(transfer, DecodeState.DECODING)
-        if not self._handoff.push(transfer, _shown(sampled)):
+        if not self._handoff.push(transfer, _shown(sampled), _end_with(sampled)):
             ledger.scheduler.run(transfer)
 
     def _decoded(self, transfer: Transfer, sampled: Sampled) -> None:
+        if self._failed(transfer, sampled):
+            return
         transfer.kv_tokens += 1
         self._ledger.reuse.keep(transfer)
-        self._handoff.push(transfer, _shown(sampled))
+        self._handoff.push(transfer, _shown(sampled), _end_with(sampled))
+
+    def _failed(self, transfer: Transfer, sampled: Sampled) -> bool:
+        """Whether there was no token for a request, which then ends; the KV of this step, which may
+        be what is wrong, is not kept."""
+        if sampled.fault:
+            fault = Fault(Reason.ENGINE_ERROR, sampled.fault)
+            self._ledger.end(transfer, DecodeState.FAILED, fault)
+        return bool(sampled.fault)
+
+
+def _end_with(sampled: Sampled) -> Finish | None:
+    return Finish.STOP if sampled.last else None
 
 
 def _shown(sampled: Sampled) -> TokenOut:

@@ -46,10 +46,12 @@ class SessionStreamEnded:
 
 @dataclass(frozen=True)
 class AllocateCalled:
-    """A P asks for blocks."""
+    """A P asks for blocks. `objection` is what the engine has against a request that has no other
+    fault."""
 
     call: int
     request: decode_pb2.AllocateRequest
+    objection: Fault | None = None
 
 
 @dataclass(frozen=True)
@@ -77,11 +79,13 @@ class ReleaseCalled:
 
 @dataclass(frozen=True)
 class GenerateCalled:
-    """A client's leg came, with what is left of its time in seconds."""
+    """A client's leg came, with what is left of its time in seconds. `objection` is what the engine
+    has against a request that has no other fault."""
 
     call: int
     request: inference_pb2.GenerateRequest
     budget_s: float
+    objection: Fault | None = None
 
 
 @dataclass(frozen=True)
@@ -93,9 +97,10 @@ class GenerateCallEnded:
 
 @dataclass(frozen=True)
 class ReceiveStarted:
-    """A shard's stream for a grant is open."""
+    """A first stream to a shard for a grant is open."""
 
     grant_id: str
+    shard: int = 0
 
 
 @dataclass(frozen=True)
@@ -104,13 +109,16 @@ class ReceiveProgress:
 
     grant_id: str
     payload_bytes: int
+    shard: int = 0
 
 
 @dataclass(frozen=True)
 class ReceiveCompleted:
-    """Every wanted block of every layer is verified, and nothing more will be written."""
+    """Every wanted block of every layer of a shard is verified, and nothing more will be written
+    there."""
 
     grant_id: str
+    shard: int = 0
 
 
 @dataclass(frozen=True)
@@ -119,13 +127,15 @@ class ReceiveFailed:
 
     grant_id: str
     fault: Fault
+    shard: int = 0
 
 
 @dataclass(frozen=True)
 class ReceiveClosed:
-    """The receiver has stopped writing to the blocks of a grant."""
+    """A shard has stopped writing to the blocks of a grant."""
 
     grant_id: str
+    shard: int = 0
 
 
 @dataclass(frozen=True)

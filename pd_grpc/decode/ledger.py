@@ -26,7 +26,7 @@ from pd_grpc.decode.carrier import INLINE_CARRIER, Carrier
 from pd_grpc.decode.checks import draining
 from pd_grpc.decode.deadlines import OfServer, OfTransfer, TimerKey, TransferTimer
 from pd_grpc.decode.prefix_reuse import PrefixReuse
-from pd_grpc.decode.quarantine import ENGINE, PREFILL, RECEIVER, Quarantine
+from pd_grpc.decode.quarantine import ENGINE, PREFILL, Quarantine, receiver
 from pd_grpc.decode.reservations import Reservations, Reserved
 from pd_grpc.decode.scheduler import Scheduler
 from pd_grpc.decode.serving import Serving
@@ -208,8 +208,11 @@ class Ledger:
             blocks = tuple(reserved.holding.blocks)
             owner = transfer.prefill.owner
             transfer.carrier = self._carrier(owner)
+            session = self.sessions.of_owner(owner)
+            senders = () if session is None else session.senders
             grant = transfer.grant_id, transfer.key, owner, blocks, self.reuse.wanted(transfer)
-            self.act(OpenReceive(*grant, transfer.carrier.transport))
+            carrier = transfer.carrier
+            self.act(OpenReceive(*grant, carrier.transport, senders, carrier.kv_format))
 
     def end(
         self,
@@ -300,9 +303,7 @@ class Ledger:
 
     def ref(self, key: TransferKey) -> types_pb2.TransferRef:
         """A key as it goes on the wire."""
-        return types_pb2.TransferRef(
-            transfer_id=key.transfer_id, attempt=key.attempt, decode_epoch=self._decode_epoch
-        )
+        return key.ref(self._decode_epoch)
 
     def _answer_allocates(self, transfer: Transfer, fault: Fault | None) -> None:
         leg = transfer.prefill
@@ -336,9 +337,10 @@ class Ledger:
         holding, transfer.holding = transfer.holding, None
         if holding is None:
             return
-        writers, owner = set(), transfer.owner
+        writers: set[str] = set()
+        owner = transfer.owner
         if transfer.written_to:
-            writers.add(RECEIVER)
+            writers.update(receiver(shard) for shard in range(len(self.sessions.shards)))
             writes = transfer.carrier.one_sided and owner is not None
             if writes and owner is not None and self.quarantine.is_attached(owner):
                 writers.add(PREFILL)
@@ -346,7 +348,10 @@ class Ledger:
             writers.add(ENGINE)
         # Nobody writes to what others may find.
         kept = transfer.kept_blocks
-        self.quarantine.take(transfer.grant_id, transfer.key, holding, owner, writers, kept)
+        incomplete = set(range(len(self.sessions.shards))) - transfer.complete_shards
+        self.quarantine.take(
+            transfer.grant_id, transfer.key, holding, owner, writers, kept, incomplete
+        )
 
     def _forget(self, transfer: Transfer) -> None:
         grant_id = transfer.grant_id

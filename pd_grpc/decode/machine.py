@@ -28,7 +28,7 @@ from pd_grpc.decode.engine_desk import EngineDesk
 from pd_grpc.decode.handoff import HandOff
 from pd_grpc.decode.ledger import Ledger
 from pd_grpc.decode.prefill_desk import PrefillDesk
-from pd_grpc.decode.quarantine import RECEIVER
+from pd_grpc.decode.quarantine import receiver
 from pd_grpc.decode.session_desk import SessionDesk
 from pd_grpc.decode.sessions import Offer, Sessions
 from pd_grpc.decode.states import DecodeState
@@ -201,10 +201,17 @@ class DecodeMachine:
             self.ledger.leases.renew(event.grant_id, self.ledger.now)
 
     def _receive_completed(self, event: ev.ReceiveCompleted) -> None:
+        # P has said that it writes no more, also for what has ended since, and says it only once.
+        self.ledger.quarantine.completed(event.grant_id, event.shard)
         transfer = self._receiving(event.grant_id)
-        if transfer is not None:
-            self.ledger.leases.renew(event.grant_id, self.ledger.now)
+        if transfer is None:
+            return
+        self.ledger.leases.renew(event.grant_id, self.ledger.now)
+        transfer.complete_shards.add(event.shard)
+        if len(transfer.complete_shards) == len(self.ledger.sessions.shards):
             self._handoff.kv_completed(transfer)
+        else:
+            self._handoff.kv_started(transfer)
 
     def _receive_failed(self, event: ev.ReceiveFailed) -> None:
         transfer = self._receiving(event.grant_id)
@@ -212,7 +219,7 @@ class DecodeMachine:
             self.ledger.end(transfer, DecodeState.FAILED, event.fault)
 
     def _receive_closed(self, event: ev.ReceiveClosed) -> None:
-        self.ledger.stopped_writing(event.grant_id, RECEIVER)
+        self.ledger.stopped_writing(event.grant_id, receiver(event.shard))
 
     def _writer_attached(self, event: ev.WriterAttached) -> None:
         self.ledger.quarantine.attached(event.owner)

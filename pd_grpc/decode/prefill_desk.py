@@ -58,6 +58,8 @@ class PrefillDesk:
     def allocate(self, event: AllocateCalled) -> None:
         """Grant, join, queue or refuse."""
         try:
+            if event.objection is not None:
+                raise event.objection
             self._allocate(event.call, event.request)
         except Fault as fault:
             self._ledger.act(Refuse(event.call, fault))
@@ -233,6 +235,7 @@ class PrefillDesk:
         answer = decode_pb2.AllocateResponse(
             grant_id=transfer.grant_id,
             transport=plain_transport(transfer.carrier.transport),
+            kv_format=transfer.carrier.kv_format,
             lease=duration(self._ledger.config.lease_s),
         )
         if leg.request.kv_needed:

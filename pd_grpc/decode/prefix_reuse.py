@@ -36,15 +36,17 @@ class PrefixReuse:
             transfer.kv_tokens = transfer.cached_tokens
 
     def again(self, transfer: Transfer) -> None:
-        """Give a preempted transfer blocks for all its tokens, and what KV of its own or another's
-        is left. The newest token's is written by the decode step that follows. NoBlocks, changing
-        nothing, if there are too few."""
+        """Give a preempted transfer blocks for all its tokens up to the next decode step, and what
+        KV of its own or another's is left. The newest token is computed in any case, by that step
+        or, where it is the prompt's, for the first token. NoBlocks, changing nothing, if there are
+        too few."""
         tokens = len(transfer.tokens)
         names = self.names(transfer, tokens - 1)
-        blocks = blocks_for(tokens, self._block_size)
-        transfer.holding, cached = self._cache.reserve(
-            blocks, names, BlockState.DECODING, transfer.grant_id
-        )
+        first, state = 1, BlockState.RECEIVING
+        if transfer.handed_off:
+            first, state = 0, BlockState.DECODING
+        blocks = blocks_for(tokens + first, self._block_size)
+        transfer.holding, cached = self._cache.reserve(blocks, names, state, transfer.grant_id)
         transfer.kept_blocks = cached
         transfer.kv_tokens = cached * self._block_size
 

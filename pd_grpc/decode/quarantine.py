@@ -7,18 +7,22 @@ them; only an engine that reads them has them kept from being evicted.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from pd_grpc.blocks.pool import Holding
 from pd_grpc.decode.transfer import Owner
 from pd_grpc.protocol.refs import TransferKey
 
-RECEIVER = "receiver"
-"""D's own shard."""
 ENGINE = "engine"
 """D's own engine, whose step runs."""
 PREFILL = "prefill"
 """The P process that the transfer was granted to, by a transport by which it writes itself."""
+
+
+def receiver(shard: int) -> str:
+    """One of D's own shards."""
+    return f"shard {shard}"
 
 
 @dataclass
@@ -28,6 +32,7 @@ class _Entry:
     key: TransferKey
     owner: Owner | None
     writers: set[str]
+    incomplete: set[int]
 
 
 class Quarantine:
@@ -35,7 +40,8 @@ class Quarantine:
 
     def __init__(self) -> None:
         self._entries: dict[str, _Entry] = {}
-        self._by_key: dict[TransferKey, str] = {}
+        self._by_key: dict[TransferKey, set[str]] = {}
+        """The grants of each key: a key may be used again once D has forgotten its transfer."""
         self._attached: set[Owner] = set()
 
     def __len__(self) -> int:
@@ -80,18 +86,20 @@ class Quarantine:
         owner: Owner | None,
         writers: set[str],
         kept: int = 0,
+        incomplete: Iterable[int] = (),
     ) -> None:
         """Keep blocks until the last of `writers` has stopped; release them if there are none. The
-        first `kept` are the prefix cache's and are written to by none of them."""
+        first `kept` are the prefix cache's and are written to by none of them; `incomplete` are the
+        shards that have not heard that P writes no more."""
         if not writers:
             holding.release()
             return
         read = holding.split(kept)
         holding.quarantine()
-        self._entries[grant_id] = _Entry(holding, read, key, owner, writers)
+        self._entries[grant_id] = _Entry(holding, read, key, owner, writers, set(incomplete))
         if ENGINE not in writers:
             read.release()
-        self._by_key[key] = grant_id
+        self._by_key.setdefault(key, set()).add(grant_id)
 
     def stopped(self, grant_id: str, writer: str) -> None:
         """`writer` will not touch the blocks of a grant any more: release them after the last."""
@@ -104,15 +112,26 @@ class Quarantine:
         if not entry.writers:
             entry.holding.release()
             del self._entries[grant_id]
-            if self._by_key.get(entry.key) == grant_id:
+            grants = self._by_key[entry.key]
+            grants.discard(grant_id)
+            if not grants:
                 del self._by_key[entry.key]
+
+    def completed(self, grant_id: str, shard: int) -> None:
+        """P has said to a shard that it writes no more there: it has stopped with the last one."""
+        entry = self._entries.get(grant_id)
+        if entry is not None:
+            entry.incomplete.discard(shard)
+            if not entry.incomplete:
+                self.stopped(grant_id, PREFILL)
 
     def prefill_stopped(self, key: TransferKey, owner: Owner) -> bool:
         """The P process `owner` says that it writes no more for a transfer; of another's it may say
         what it will. Whether that was waited for."""
-        grant_id = self._by_key.get(key)
-        if grant_id is None or self._entries[grant_id].owner != owner:
-            return False
-        waited_for = PREFILL in self._entries[grant_id].writers
-        self.stopped(grant_id, PREFILL)
+        waited_for = False
+        for grant_id in tuple(self._by_key.get(key, ())):
+            entry = self._entries[grant_id]
+            if entry.owner == owner:
+                waited_for = waited_for or PREFILL in entry.writers
+                self.stopped(grant_id, PREFILL)
         return waited_for

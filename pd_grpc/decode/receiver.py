@@ -17,13 +17,12 @@ from zlib import crc32
 from pd_grpc.decode import events as ev
 from pd_grpc.decode.coverage import (
     LACKING,
-    UNWANTED,
     VERIFIED,
     Coverage,
     coverage,
-    first_lacking,
     verified_ranges,
 )
+from pd_grpc.decode.incoming import Incoming, IncomingGrant
 from pd_grpc.decode.session_ids import SessionIds
 from pd_grpc.decode.transfer import Owner
 from pd_grpc.decode.transfer_checks import (
@@ -37,10 +36,11 @@ from pd_grpc.decode.transfer_checks import (
 from pd_grpc.engine.base import KvMemory
 from pd_grpc.protocol.config import DecodeConfig
 from pd_grpc.protocol.faults import Code, Fault, Reason, bad_request
-from pd_grpc.protocol.layout import KvLayout
+from pd_grpc.protocol.layout import CANONICAL, KvLayout
 from pd_grpc.protocol.messages import plain_transport
 from pd_grpc.protocol.refs import TransferKey, key_of
 from pd_grpc.protocol.sampling import FieldError
+from pd_grpc.protocol.shards import Part, Place, whole
 from pd_grpc.protocol.timers import Timers
 from pd_grpc.protocol.tombstones import Remembered
 from pd_grpc.transport.base import ReceiveTransport
@@ -80,21 +80,6 @@ Action: TypeAlias = Respond | EndStream | ev.Event
 _Ranges: TypeAlias = tuple[int, int, int, int, int]
 
 
-@dataclass
-class _Grant:
-    key: TransferKey
-    owner: Owner
-    blocks: tuple[int, ...]
-    wanted: tuple[tuple[int, int], ...]
-    verified: Coverage
-    missing: int
-    transport: int = INLINE
-    audited: bool = False
-    stream: int | None = None
-    sent_started: bool = False
-    completed: bool = False
-
-
 @dataclass(frozen=True)
 class _Wanted:
     """What a stream was opened for, and by whom."""
@@ -107,8 +92,10 @@ class _Wanted:
 class _Stream:
     grant_id: str = ""
     wanted: _Wanted | None = None
+    open: transfer_pb2.TransferOpen = field(default_factory=transfer_pb2.TransferOpen)
     transport: int = INLINE
-    opened: bool = False
+    incoming: Incoming | None = None
+    """Once it has been answered."""
     taken: set[_Ranges] = field(default_factory=set)
     """The ranges of its chunks, and below what they cover."""
     covered: Coverage = field(default_factory=list)
@@ -119,7 +106,7 @@ class _Stream:
 
 
 class Receiver:
-    """The grants of one shard and the streams that serve them."""
+    """The grants of one shard and the streams that serve them. Every shard has all grants."""
 
     def __init__(
         self,
@@ -128,13 +115,20 @@ class Receiver:
         memory: KvMemory,
         decode_epoch: int,
         transports: Mapping[int, ReceiveTransport] | None = None,
+        shard: int = 0,
+        part: Part | None = None,
     ) -> None:
-        """`transports` by their value on the wire; None is inline alone."""
+        """`transports` by their value on the wire; None is inline alone. `shard` is the index of
+        this one among D's, `part` what it holds of the model; None is all of it."""
+        self._shard = shard
+        self._part = whole(layout) if part is None else part
         self._config = config
         self._layout = layout
         self._transports = transports or {INLINE: InlineReceive(memory)}
+        self._as_stored = InlineReceive(memory.stored)
+        """For streams whose bytes are in the format of the pool."""
         self._epoch = decode_epoch
-        self._grants: dict[str, _Grant] = {}
+        self._grants: dict[str, IncomingGrant] = {}
         self._streams: dict[int, _Stream] = {}
         self.sessions = SessionIds()
         self._held: dict[str, list[int]] = {}
@@ -149,20 +143,25 @@ class Receiver:
         blocks: Sequence[int],
         wanted: Sequence[tuple[int, int]],
         transport: int = INLINE,
+        senders: Sequence[Place] = (),
+        kv_format: str = CANONICAL,
     ) -> list[Action]:
-        """Let KV in from `owner`, by `transport` or inline: of the logical blocks `blocks` the runs
-        (start, count) `wanted`, every layer of every group. No other block is written to, and no
-        sender is told of another."""
+        """Let KV in from the shards `senders` of `owner`, by `transport` or inline, in `kv_format`
+        or canonical: of the logical blocks `blocks` the runs (start, count) `wanted`, all that this
+        shard holds of them. No other block is written to, and no sender is told of another. No
+        `senders` is one that holds everything."""
         end = max((start + count for start, count in wanted), default=0)
-        verified = coverage(self._layout, end, UNWANTED)
-        missing = 0
-        for row in (row for rows in verified for row in rows):
-            for start, count in wanted:
-                row[start : start + count] = bytes([LACKING]) * count
-            missing += row.count(LACKING)
-        audited = is_audited(grant_id, self._config.audit_every)
-        grant = _Grant(
-            key, owner, tuple(blocks[:end]), tuple(wanted), verified, missing, transport, audited
+        grant = IncomingGrant(
+            key,
+            owner,
+            tuple(blocks[:end]),
+            tuple(wanted),
+            tuple(senders),
+            self._layout,
+            self._part,
+            transport,
+            is_audited(grant_id, self._config.audit_every),
+            kv_format,
         )
         self._grants[grant_id] = grant
         actions: list[Action] = []
@@ -172,13 +171,13 @@ class Receiver:
         return actions
 
     def close_grant(self, grant_id: str, fault: Fault, now: float) -> list[Action]:
-        """Let no more in, and tell the stream why."""
+        """Let no more in, and tell the streams why."""
         self._closed.add(grant_id, fault, now)
         actions: list[Action] = []
         grant = self._grants.pop(grant_id, None)
-        if grant is not None and grant.stream is not None:
-            actions += self._end(grant.stream, fault)
-        return [*actions, ev.ReceiveClosed(grant_id)]
+        for stream in () if grant is None else grant.streams():
+            actions += self._end(stream, fault)
+        return [*actions, ev.ReceiveClosed(grant_id, self._shard)]
 
     def stream_began(self, stream: int) -> None:
         """A Transfer call has come."""
@@ -190,9 +189,8 @@ class Receiver:
         self._timers.cancel(stream)
         if gone is None:
             return
-        grant = self._grants.get(gone.grant_id)
-        if grant is not None and grant.stream == stream:
-            grant.stream = None
+        if gone.incoming is not None and gone.incoming.stream == stream:
+            gone.incoming.stream = None
         held = self._held.get(gone.grant_id)
         if held is not None and stream in held:
             held.remove(stream)
@@ -245,7 +243,8 @@ class Receiver:
     ) -> list[Action]:
         if state.wanted is not None:
             raise Fault(Reason.WRONG_STATE, "open came twice", {"state": "open"})
-        check_open(message, self._epoch, self._layout, self._transports)
+        check_open(message, self._epoch, self._shard, self._transports)
+        state.open = message
         state.wanted = _Wanted(key_of(message.ref), self.sessions.owner_of(message.session_id))
         state.grant_id = message.grant_id
         state.transport = plain_transport(message.transport)
@@ -263,7 +262,7 @@ class Receiver:
             return []
         return self._attach(stream, message.grant_id, grant)
 
-    def _attach(self, stream: int, grant_id: str, grant: _Grant) -> list[Action]:
+    def _attach(self, stream: int, grant_id: str, grant: IncomingGrant) -> list[Action]:
         state = self._streams[stream]
         assert state.wanted is not None
         if state.wanted != _Wanted(grant.key, grant.owner):
@@ -272,52 +271,68 @@ class Receiver:
             return self._end(stream, fault)
         if state.transport not in (INLINE, grant.transport):
             return self._end(stream, wrong_transport(state.transport))
+        try:
+            incoming = grant.opened(state.open)
+        except Fault as fault:
+            return self._end(stream, fault)
         actions: list[Action] = []
-        if grant.stream is not None:
+        if incoming.stream is not None:
             text = "a newer stream for the same grant took over"
-            actions += self._end(grant.stream, Fault(Reason.SUPERSEDED, text))
-        grant.stream = stream
-        state.opened = True
-        state.covered = coverage(self._layout, len(grant.blocks), LACKING)
+            actions += self._end(incoming.stream, Fault(Reason.SUPERSEDED, text))
+        incoming.stream = stream
+        state.incoming = incoming
+        state.covered = coverage(self._layout, incoming.part, len(grant.blocks), LACKING)
         # What was found in the prefix cache is no sender's target.
         runs = [(start, grant.blocks[start : start + count]) for start, count in grant.wanted]
-        target = self._transports[state.transport].target(runs)
+        transport = self._transports[state.transport]
+        target = transport.target(runs)
         opened = transfer_pb2.TransferOpened(
-            verified=self._verified(grant),
-            window_bytes=self._config.send_window_bytes,
+            verified=verified_ranges(incoming.verified),
+            window_bytes=transport.window_bytes(self._config.send_window_bytes),
             target=target,
             audit=target is not None and grant.audited,
         )
         actions.append(Respond(stream, transfer_pb2.TransferResponse(opened=opened)))
         if not grant.sent_started:
             grant.sent_started = True
-            actions.append(ev.ReceiveStarted(grant_id))
+            actions.append(ev.ReceiveStarted(grant_id, self._shard))
         return actions
 
     def _chunk(
         self, stream: int, state: _Stream, chunk: transfer_pb2.KvChunk, payload: memoryview
     ) -> list[Action]:
-        grant = self._grant_of(state)
-        check_range(chunk, payload.nbytes, self._layout, grant.wanted)
-        size = range_bytes(chunk, self._layout)
-        check_window(state.bytes - state.bytes_told, size, self._config.send_window_bytes)
+        grant, incoming = self._grant_of(state)
+        part = incoming.part
+        check_range(chunk, payload.nbytes, self._layout, part, grant.wanted)
+        size = range_bytes(chunk, self._layout, part)
+        transport = self._transports[state.transport]
+        if state.transport == INLINE and state.open.kv_format not in ("", CANONICAL):
+            transport = self._as_stored
+        window_bytes = transport.window_bytes(self._config.send_window_bytes)
+        check_window(state.bytes - state.bytes_told, size, window_bytes)
         first, end = chunk.block_start, chunk.block_start + chunk.block_count
-        rows = grant.verified[chunk.group][chunk.layer_start :][: chunk.layer_count]
+        rows = incoming.verified[chunk.group][chunk.layer_start :][: chunk.layer_count]
         lacking = sum(row.count(LACKING, first, end) for row in rows)
         ranges = chunk.group, chunk.layer_start, chunk.layer_count, first, chunk.block_count
         covered = state.covered[chunk.group][chunk.layer_start :][: chunk.layer_count]
-        if ranges not in state.taken and any(
-            row.find(VERIFIED, first, end) >= 0 for row in covered
+        # What a stream has covered is verified: where all is lacking nothing can overlap.
+        if (
+            lacking != chunk.layer_count * chunk.block_count
+            and ranges not in state.taken
+            and any(row.find(VERIFIED, first, end) >= 0 for row in covered)
         ):
             raise overlaps(chunk)
-        # What is verified is never written again: D may be decoding from it.
-        self._transports[state.transport].land(
+        if part.heads != self._part.heads:
+            chunk.head_start, chunk.head_count = part.head, part.heads
+        # Once all of it is verified nothing is written again: D may be decoding from it.
+        transport.land(
             chunk, payload, grant.blocks[first:end], fresh=lacking > 0, audited=grant.audited
         )
         state.taken.add(ranges)
+        verified = bytes([VERIFIED]) * (end - first)
         for row in (*covered, *rows):
-            row[first:end] = bytes([VERIFIED]) * chunk.block_count
-        grant.missing -= lacking
+            row[first:end] = verified
+        incoming.missing -= lacking
         state.chunks += 1
         state.bytes += size
         ack = transfer_pb2.TransferAck(accepted_bytes=state.bytes)
@@ -330,44 +345,37 @@ class Receiver:
         )
         actions: list[Action] = [Respond(stream, transfer_pb2.TransferResponse(ack=ack))]
         if lacking:
-            actions.append(ev.ReceiveProgress(state.grant_id, size))
+            actions.append(ev.ReceiveProgress(state.grant_id, size, self._shard))
         return actions
 
     def _stream_end(
         self, stream: int, state: _Stream, end: transfer_pb2.TransferEnd
     ) -> list[Action]:
-        grant = self._grant_of(state)
+        grant, incoming = self._grant_of(state)
         if (end.chunks, end.bytes) != (state.chunks, state.bytes):
             text = f"{state.chunks} chunks of {state.bytes} bytes came, {end.chunks} of {end.bytes}"
             raise bad_request([FieldError("end", f"{text} were announced")])
-        if grant.missing:
-            text = (
-                f"{grant.missing} layers of blocks have not come: {first_lacking(grant.verified)}"
-            )
-            raise bad_request([FieldError("end", text)])
+        complete = grant.end(incoming)
         completed = transfer_pb2.TransferCompleted(chunks=state.chunks, bytes=state.bytes)
         actions: list[Action] = [
             Respond(stream, transfer_pb2.TransferResponse(completed=completed))
         ]
         actions += self._end(stream, None)
-        if not grant.completed:
+        if complete and not grant.completed:
             grant.completed = True
-            actions.append(ev.ReceiveCompleted(state.grant_id))
+            actions.append(ev.ReceiveCompleted(state.grant_id, self._shard))
         return actions
 
-    def _grant_of(self, state: _Stream) -> _Grant:
+    def _grant_of(self, state: _Stream) -> tuple[IncomingGrant, Incoming]:
         grant = self._grants.get(state.grant_id)
-        if not state.opened or grant is None:
+        if state.incoming is None or grant is None:
             raise Fault(Reason.WRONG_STATE, "opened has not been answered", {"state": "open"})
-        return grant
-
-    def _verified(self, grant: _Grant) -> list[transfer_pb2.KvRange]:
-        return verified_ranges(grant.verified)
+        return grant, state.incoming
 
     def _fail(self, stream: int, state: _Stream, fault: Fault) -> list[Action]:
         """What P sent is wrong: its stream ends, and so does the transfer."""
         actions = self._end(stream, fault)
-        if state.opened and state.grant_id in self._grants:
+        if state.incoming is not None and state.grant_id in self._grants:
             code = Code.INTERNAL if fault.reason is Reason.BAD_REQUEST else None
             told = Fault(
                 fault.reason,
@@ -375,7 +383,7 @@ class Receiver:
                 fault.metadata,
                 mapped_code=code,
             )
-            actions.append(ev.ReceiveFailed(state.grant_id, told))
+            actions.append(ev.ReceiveFailed(state.grant_id, told, self._shard))
         return actions
 
     def _end(self, stream: int, fault: Fault | None) -> list[Action]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import count
 
 from opentelemetry.context import Context
@@ -18,6 +19,7 @@ from pd_grpc.decode.session_log import SessionLog
 from pd_grpc.decode.spans import DecodeSpans
 from pd_grpc.decode.states import DecodeState
 from pd_grpc.engine.base import Engine, EngineFault, Sampled
+from pd_grpc.engine.grammar_check import GrammarCheck
 from pd_grpc.engine.thread import EngineThread
 from pd_grpc.protocol.clock import Clock
 from pd_grpc.protocol.driver import Driver
@@ -57,13 +59,14 @@ class DecodeRuntime:
         self._loop = asyncio.get_running_loop()
         self.requests = RequestLog(log, machine.ledger)
         self._engine_thread = EngineThread(log)
+        self.grammar_check = GrammarCheck(engine.grammars)
         self._driver: Driver[ev.Event, act.Action] = Driver(
             machine, clock, self._perform, before=self._hear
         )
         self.feed = self._driver.feed
         self.feed_from_thread = self._driver.feed_from_thread
         self.wake = self._driver.wake
-        self._bulk: BulkServer | None = None
+        self._shards: Sequence[BulkServer] = ()
         self._numbers = count(1)
         self._unary: dict[int, UnaryFuture] = {}
         self._keys: dict[int, TransferKey] = {}
@@ -74,19 +77,23 @@ class DecodeRuntime:
         """What each Generate ended with that failed, until its call is gone."""
         self._step: asyncio.Task[None] | None = None
 
-    def connect(self, bulk: BulkServer) -> None:
-        """Give it the shard that lets KV in."""
-        self._bulk = bulk
+    def connect(self, shards: Sequence[BulkServer]) -> None:
+        """Give it the shards that let KV in."""
+        self._shards = shards
 
     async def call_allocate(
-        self, request: decode_pb2.AllocateRequest, context: Context
+        self,
+        request: decode_pb2.AllocateRequest,
+        context: Context,
+        objection: Fault | None = None,
     ) -> decode_pb2.AllocateResponse:
-        """An Allocate; leaves the queue when the caller stops waiting."""
+        """An Allocate; leaves the queue when the caller stops waiting. `objection` is what
+        `grammar_check` has against it."""
         call, answer = self._open_unary()
         self._keys[call] = key_of(request.ref)
         self.spans.allocate(key_of(request.ref), context, self._clock.now())
         self.requests.asked(key_of(request.ref), context, request.request_id)
-        self.feed(ev.AllocateCalled(call, request))
+        self.feed(ev.AllocateCalled(call, request, objection))
         try:
             response = await answer
         except asyncio.CancelledError:
@@ -135,9 +142,11 @@ class DecodeRuntime:
         budget_s: float,
         context: Context,
         direct: bool = True,
+        objection: Fault | None = None,
     ) -> tuple[int, TokenOutbox]:
-        """A client's leg, by a router unless it is `direct`; the caller reports its end."""
-        call, outbox = self._open_generate(request, budget_s, context)
+        """A client's leg, by a router unless it is `direct`; the caller reports its end.
+        `objection` is what `grammar_check` has against it."""
+        call, outbox = self._open_generate(request, budget_s, context, objection)
         transfer, refused = self.machine.ledger.of_call(call), self._refused.get(call)
         who = context, request.request_id, direct
         if transfer is not None:
@@ -148,19 +157,24 @@ class DecodeRuntime:
         return call, outbox
 
     def _open_generate(
-        self, request: inference_pb2.GenerateRequest, budget_s: float, context: Context
+        self,
+        request: inference_pb2.GenerateRequest,
+        budget_s: float,
+        context: Context,
+        objection: Fault | None,
     ) -> tuple[int, TokenOutbox]:
+        called = partial(ev.GenerateCalled, request=request, budget_s=budget_s, objection=objection)
         call, outbox = next(self._numbers), TokenOutbox(self.machine.instance.name)
         self._clients[call] = outbox
         ledger = self.machine.ledger
         if request.HasField("handoff"):
             key = key_of(request.handoff.ref)
             self.spans.client(key, call, context, self._clock.now())
-            self.feed(ev.GenerateCalled(call, request, budget_s))
+            self.feed(called(call))
             if ledger.of_key(key) is None:
                 self.spans.forget(key)
             return call, outbox
-        self.feed(ev.GenerateCalled(call, request, budget_s))
+        self.feed(called(call))
         transfer = ledger.of_call(call)
         if transfer is not None:
             self.spans.client(transfer.key, call, context, transfer.created, local=True)
@@ -186,6 +200,7 @@ class DecodeRuntime:
             await self._step
         self._driver.stop()
         await self._engine_thread.stop()
+        await self.grammar_check.stop()
 
     async def _call(self, event: Callable[[int], ev.Event]) -> act.UnaryAnswer:
         call, answer = self._open_unary()
@@ -271,8 +286,8 @@ class DecodeRuntime:
             outbox.end(action.fault)
 
     def _to_bulk(self, action: act.ToReceiver) -> None:
-        assert self._bulk is not None
-        self._bulk.post(action)
+        for shard in self._shards:
+            shard.post(action)
         if isinstance(action, act.AdmitSession):
             self._session_log.admitted(action.owner)
         elif isinstance(action, act.DismissPrefill):
@@ -284,7 +299,9 @@ class DecodeRuntime:
         if change.after is DecodeState.RESERVED:
             transfer = self.machine.ledger.of_key(change.key)
             if transfer is not None and transfer.receiving:
-                self.spans.carried(change.key, transport_label(transfer.carrier.transport))
+                carrier = transfer.carrier
+                how = transport_label(carrier.transport), carrier.kv_format
+                self.spans.carried(change.key, *how)
         for listener in self.listeners:
             listener(change)
 
@@ -314,14 +331,9 @@ class DecodeRuntime:
 def run_plan(
     engine: Engine, plan: act.StepPlan
 ) -> tuple[Sequence[Sampled | None], Sequence[Sampled]]:
-    """A step, on the engine thread: chunks first, then one token for every slot. EngineFault, also
-    when the engine answers for another number of them."""
-    prefilled: Sequence[Sampled | None] = ()
-    decoded: Sequence[Sampled] = ()
-    if plan.prefill:
-        prefilled = engine.prefill(plan.prefill, _no_layer)
-    if plan.decode:
-        decoded = engine.decode(plan.decode)
+    """A step, on the engine thread. EngineFault, also when the engine answers for another number of
+    chunks or slots."""
+    prefilled, decoded = engine.step(plan.prefill, plan.decode, _no_layer)
     if (len(prefilled), len(decoded)) != (len(plan.prefill), len(plan.decode)):
         raise EngineFault(
             f"{len(plan.prefill)} chunks and {len(plan.decode)} slots went in, "

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from opentelemetry.metrics import MeterProvider
@@ -28,17 +28,18 @@ from pd_grpc.protocol.admin import AdminService, ChangeFeed
 from pd_grpc.protocol.clock import Clock, SystemClock
 from pd_grpc.protocol.config import DecodeConfig
 from pd_grpc.protocol.interception import Interceptors, Wire
+from pd_grpc.protocol.layout_checks import check_layout
 from pd_grpc.protocol.life_log import LifeLog
 from pd_grpc.protocol.refs import mint_epoch, mint_id
 from pd_grpc.protocol.rpc import PortInUse
 from pd_grpc.protocol.serving import ControlServer
+from pd_grpc.protocol.shards import Place
 from pd_grpc.telemetry.instance_log import InstanceLog
 from pd_grpc.telemetry.instruments import Instruments
 from pd_grpc.telemetry.log_events import Event
 from pd_grpc.telemetry.tracing import Tracing
-from pd_grpc.transport.base import NotUsable, ReceiveSide, TransportKind
-from pd_grpc.transport.registry import build
-from pd_grpc.transport.registry import find as find_transports
+from pd_grpc.transport.base import NotUsable, ReceiveSide, ReceiveTransport, TransportKind
+from pd_grpc.transport.registry import build, find
 from pd_grpc.v1 import (
     admin_pb2_grpc,
     decode_pb2_grpc,
@@ -65,7 +66,7 @@ class DecodeServer:
     pool: BlockPool
     machine: DecodeMachine
     control: ControlServer
-    bulk: BulkServer
+    shards: Sequence[BulkServer]
     runtime: DecodeRuntime
     view: DecodeView
     changes: ChangeFeed
@@ -76,6 +77,11 @@ class DecodeServer:
     def name(self) -> str:
         """Stable name of the instance."""
         return self.instance.name
+
+    @property
+    def bulk(self) -> BulkServer:
+        """Its shard; of several the first."""
+        return self.shards[0]
 
     @property
     def endpoint(self) -> str:
@@ -110,7 +116,7 @@ class DecodeServer:
         self.changes.close()
         self.runtime.feed(Leaving())
         await self.control.stop(STOP_GRACE_S)
-        await asyncio.to_thread(self.bulk.stop)
+        await asyncio.to_thread(_stop, self.shards)
         await self.runtime.stop()
         self.engine.close()
         self.life.stopped()
@@ -129,46 +135,46 @@ async def start_decode(
 ) -> DecodeServer:
     """Start a D over an engine on the running loop; `decode_service` and `inference` are what P
     and clients call, through `interceptors`. Metrics go to the process's own provider unless there
-    is another. PortInUse when a port is taken."""
+    is another. BadLayout when the engine's layout is none that P can be told of, PortInUse when a
+    port is taken."""
+    check_layout(engine.layout)
     clock = clock or SystemClock()
     epoch = mint_epoch(clock)
-    unusable: list[tuple[TransportKind, NotUsable]] = []
-    side = ReceiveSide(engine.layout, engine.memory)
-    transports = build(
-        find_transports(config.transports),
-        lambda kind: kind.receive(side),
-        lambda kind, why: unusable.append((kind, why)),
-    )
-    halves = {value: half for value, (_, half) in transports.items()}
-    receiver = Receiver(config, engine.layout, engine.memory, epoch, halves)
+    unusable: dict[str, NotUsable] = {}
     wire = Wire(interceptors)
-    bulk = BulkServer(config, receiver, clock, wire, halves.values())
-    await asyncio.to_thread(bulk.start)
+    made = [
+        _shard(config, engine, index, epoch, clock, wire, unusable)
+        for index in range(len(engine.shards))
+    ]
+    shards, transports = [shard for shard, _ in made], made[0][1]
+    await asyncio.to_thread(_start, shards)
+    # Only now do they know where they listen.
+    carriers = [
+        Carrier(value, kind.one_sided, half.metadata())
+        for value, (kind, half) in transports.items()
+    ]
     # The control port last: grpc does not let go of one before its server has been started.
     control = ControlServer(config, "decode", SERVICES, wire)
     try:
         control.bind()
     except PortInUse:
-        await asyncio.to_thread(bulk.stop)
+        await asyncio.to_thread(_stop, shards)
         raise
     instance = types_pb2.Instance(name=control.name, epoch=epoch, role=types_pb2.ROLE_DECODE)
     log = InstanceLog("decode", instance.name)
     life = LifeLog(log)
     control.on_readiness = life.readiness
-    for kind, why in unusable:
-        log.note(Event.TRANSPORT_UNUSABLE, f"no KV by {kind.name}: {why}")
-    carriers = [
-        Carrier(value, kind.one_sided, half.metadata())
-        for value, (kind, half) in transports.items()
-    ]
-    machine = _machine(config, engine, instance, bulk, carriers)
+    for name, why in unusable.items():
+        log.note(Event.TRANSPORT_UNUSABLE, f"no KV by {name}: {why}")
+    machine = _machine(config, engine, instance, shards, carriers)
     tracing = Tracing(clock, instance.name, "decode", tracer_provider, config.traces_kept)
     instruments = Instruments(instance.name, meter_provider)
     wire.connect(log, tracing, instruments)
     changes = ChangeFeed()
     runtime = DecodeRuntime(machine, engine, clock, DecodeSpans(tracing), control.set_ready, log)
-    runtime.connect(bulk)
-    bulk.listeners.append(runtime.feed_from_thread)
+    runtime.connect(shards)
+    for shard in shards:
+        shard.listeners.append(runtime.feed_from_thread)
     view = DecodeView(config, engine.name, runtime, control, clock, changes, tracing.recent)
     metrics = DecodeMetrics(instruments, machine, clock)
     runtime.listeners += [view.changed, metrics.changed]
@@ -183,7 +189,7 @@ async def start_decode(
     )
     admin_pb2_grpc.add_AdminServiceServicer_to_server(AdminService(view, changes), control.server)
     server = DecodeServer(
-        instance, machine.pool, machine, control, bulk, runtime, view, changes, engine, life
+        instance, machine.pool, machine, control, shards, runtime, view, changes, engine, life
     )
     try:
         await server.start()
@@ -193,17 +199,61 @@ async def start_decode(
     return server
 
 
+def _shard(
+    config: DecodeConfig,
+    engine: Engine,
+    index: int,
+    epoch: int,
+    clock: Clock,
+    wire: Wire,
+    unusable: dict[str, NotUsable],
+) -> tuple[BulkServer, Mapping[int, tuple[TransportKind, ReceiveTransport]]]:
+    """One of the engine's shards as a server, and how KV gets there; `unusable` hears how not."""
+    mine = engine.shards[index]
+    side = ReceiveSide(engine.layout, mine.memory, config.host)
+    transports = build(
+        find(config.transports),
+        len(engine.shards),
+        lambda kind: kind.receive(side),
+        lambda kind, why: unusable.setdefault(kind.name, why),
+    )
+    halves = {value: half for value, (_, half) in transports.items()}
+    part = mine.place.part
+    receiver = Receiver(config, engine.layout, mine.memory, epoch, halves, index, part)
+    return BulkServer(config, receiver, clock, wire, halves.values(), index), transports
+
+
+def _start(shards: Sequence[BulkServer]) -> None:
+    """Start every one or, when one cannot bind, none."""
+    started: list[BulkServer] = []
+    try:
+        for shard in shards:
+            shard.start()
+            started.append(shard)
+    except PortInUse:
+        _stop(started)
+        raise
+
+
+def _stop(shards: Sequence[BulkServer]) -> None:
+    for shard in shards:
+        shard.stop()
+
+
 def _machine(
     config: DecodeConfig,
     engine: Engine,
     instance: types_pb2.Instance,
-    bulk: BulkServer,
+    shards: Sequence[BulkServer],
     carriers: Sequence[Carrier],
 ) -> DecodeMachine:
     offer = Offer(
         instance=instance,
         layout=engine.layout,
-        shards=[layout_pb2.Shard(endpoint=bulk.endpoint, tp_size=1)],
+        shards=[
+            _told(mine.place, shard.endpoint)
+            for mine, shard in zip(engine.shards, shards, strict=True)
+        ],
         features=frozenset(engine.features),
         max_model_len=engine.max_model_len,
         timeouts=config,
@@ -214,3 +264,10 @@ def _machine(
     )
     pool = BlockPool(engine.memory.num_blocks)
     return DecodeMachine(config, pool, offer, model, mint_id)
+
+
+def _told(place: Place, endpoint: str) -> layout_pb2.Shard:
+    """A shard as a P is told of it."""
+    shard = place.to_proto()
+    shard.endpoint = endpoint
+    return shard

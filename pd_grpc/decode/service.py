@@ -83,9 +83,11 @@ class DecodeService(decode_pb2_grpc.DecodeServiceServicer):
     async def Allocate(
         self, request: decode_pb2.AllocateRequest, context: Context
     ) -> decode_pb2.AllocateResponse:
+        # Held to the end, and with it the request's grammar.
+        looked = await self._runtime.grammar_check.look(request.sampling)
         self._shrink_wait(request, context)
         try:
-            return await self._runtime.call_allocate(request, current_context())
+            return await self._runtime.call_allocate(request, current_context(), looked.fault)
         except Fault as fault:
             await rpc.abort(context, fault)
 
@@ -132,10 +134,14 @@ class DecodeInference(inference_pb2_grpc.InferenceServiceServicer):
         self._model_info = model_info
 
     async def Generate(self, request: inference_pb2.GenerateRequest, context: Context) -> None:
-        budget_s = rpc.budget_of(context, self._timeouts)
         parent = current_context()
         direct = called_directly(context.invocation_metadata())
-        call, outbox = self._runtime.open_generate(request, budget_s, parent, direct)
+        # Held to the end, and with it the request's grammar.
+        looked = await self._runtime.grammar_check.look(
+            request.sampling, request.generated_token_ids
+        )
+        budget_s = rpc.budget_of(context, self._timeouts)
+        call, outbox = self._runtime.open_generate(request, budget_s, parent, direct, looked.fault)
         if self.whole_answers:
             outbox.keep_whole()
         try:

@@ -38,7 +38,7 @@ class SessionLog:
         if self._leaves:
             self._log.note(Event.SESSION_ENDED, "%s said goodbye", owner.name, peer=owner.name)
         else:
-            text = "%s did not come back: what it had not handed over is free again"
+            text = "%s did not come back: what it had not handed over has ended"
             self._log.note(Event.SESSION_LOST, text, owner.name, peer=owner.name)
 
     def refused(self, stream: int, fault: Fault) -> None:

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from pd_grpc.decode.carrier import INLINE_CARRIER, Carrier
-from pd_grpc.decode.sender_shard import missing_part
 from pd_grpc.decode.transfer import Owner
 from pd_grpc.protocol.block_hashes import HASH_ALGORITHM
 from pd_grpc.protocol.config import Timeouts
 from pd_grpc.protocol.faults import Fault, Reason, bad_request, not_meant
-from pd_grpc.protocol.layout import KvLayout
+from pd_grpc.protocol.layout import BUILT_GROUPS, BUILT_PLANES, CANONICAL, KvLayout
 from pd_grpc.protocol.messages import (
     duration,
     layout_from_proto,
@@ -22,7 +21,11 @@ from pd_grpc.protocol.messages import (
 )
 from pd_grpc.protocol.refs import name_errors
 from pd_grpc.protocol.sampling import FieldError
+from pd_grpc.protocol.shards import Place, places_of, shards_problem
 from pd_grpc.v1 import decode_pb2, layout_pb2, types_pb2
+
+_BUILT_GROUPS = frozenset({0, *(kind.value for kind in BUILT_GROUPS)})
+_BUILT_PLANES = frozenset(kind.value for kind in BUILT_PLANES)
 
 NAMES_REMEMBERED = 4096
 """Ps whose greatest epoch is known, the latest seen of them."""
@@ -31,13 +34,16 @@ NAMES_REMEMBERED = 4096
 @dataclass
 class Session:
     """One P's standing conversation; `stream` is None while it is broken, `features` are those that
-    both sides have, `carrier` is how KV comes, `load` is what P was told last."""
+    both sides have, `layout` is P's, `carrier` is how KV comes, `senders` are P's shards, `load` is
+    what P was told last."""
 
     session_id: str
     owner: Owner
     stream: int | None
+    layout: KvLayout
     features: frozenset[str] = frozenset()
     carrier: Carrier = INLINE_CARRIER
+    senders: tuple[Place, ...] = ()
     load: decode_pb2.Load | None = None
 
 
@@ -94,7 +100,10 @@ class Sessions:
         self._remember(owner)
         known = self._by_name.get(owner.name)
         features = self._offer.features & set(hello.features)
-        session = Session(session_id, owner, stream, features, self._carrier(hello))
+        layout = self._chosen(hello.layouts)
+        carrier = self._carrier(hello, layout)
+        senders = places_of(hello.shards, self._offer.layout)
+        session = Session(session_id, owner, stream, layout, features, carrier, senders)
         if known is not None:
             self.forget(known)
         self._by_name[owner.name] = session
@@ -167,31 +176,47 @@ class Sessions:
         if hello.decode_name and hello.decode_name != ours.name:
             text = f"this is {ours.name}, not {hello.decode_name}"
             raise not_meant(Reason.WRONG_INSTANCE, text, hello.decode_name, ours.name)
-        self._check_layouts(hello.layouts)
+        layout = self._chosen(hello.layouts)
         _check_means(hello)
-        self._carrier(hello)
-        for shard in hello.shards:
-            _check_whole(shard, self._offer.layout)
+        self._carrier(hello, layout)
+        problem = shards_problem(hello.shards, self._offer.layout)
+        if problem is not None:
+            raise _mismatch(problem.field, problem.ours, problem.theirs)
 
-    def _carrier(self, hello: decode_pb2.Hello) -> Carrier:
-        """The best that both have. Fault when there is none."""
+    def _carrier(self, hello: decode_pb2.Hello, layout: KvLayout) -> Carrier:
+        """The best that both have, with the format that P's layout and ours share; where they share
+        none only INLINE moves the bytes. Fault when there is no such. Where either has several
+        shards P writes to the memory of none, and the bytes are canonical."""
+        several = len(hello.shards) > 1 or len(self._offer.shards) > 1
         theirs = {plain_transport(t) for t in hello.transports} or {layout_pb2.TRANSPORT_INLINE}
-        for carrier in self._offer.carriers:
+        formats = {layout.format, self._offer.layout.format}
+        kv_format = layout.format if len(formats) == 1 and not several else CANONICAL
+        carriers = [
+            carrier
+            for carrier in self._offer.carriers
+            if not (several and carrier.one_sided)
+            and (formats == {kv_format} or carrier.transport == layout_pb2.TRANSPORT_INLINE)
+        ]
+        for carrier in carriers:
             if carrier.transport in theirs:
-                return carrier
+                return replace(carrier, kv_format=kv_format)
         names = ", ".join(transport_name(t) for t in hello.transports)
-        ours = ", ".join(transport_name(c.transport) for c in self._offer.carriers)
+        ours = ", ".join(transport_name(c.transport) for c in carriers)
         raise _mismatch("transports", ours, names)
 
-    def _check_layouts(self, offered: Sequence[layout_pb2.KvLayout]) -> None:
-        """One that is ours is enough; without one, P hears what is wrong with its best."""
-        faults = []
+    def _chosen(self, offered: Sequence[layout_pb2.KvLayout]) -> KvLayout:
+        """The first one that is ours, or that is but for its format; without either, P hears what
+        is wrong with its best."""
+        faults, fitting = [], []
         for message in offered:
             fault = self._layout_fault(message)
             if fault is None:
-                return
-            faults.append(fault)
-        raise faults[0]
+                fitting.append(layout_from_proto(message))
+            else:
+                faults.append(fault)
+        if not fitting:
+            raise faults[0]
+        return next((layout for layout in fitting if layout == self._offer.layout), fitting[0])
 
     def _layout_fault(self, offered: layout_pb2.KvLayout) -> Fault | None:
         unbuilt = _unbuilt(offered)
@@ -209,7 +234,8 @@ class Sessions:
             instance=offer.instance,
             session_id=session.session_id,
             features=sorted(session.features),
-            layout=layout_to_proto(offer.layout),
+            layout=layout_to_proto(session.layout),
+            kv_format=session.carrier.kv_format,
             transport=plain_transport(session.carrier.transport),
             shards=[session.carrier.shard(shard) for shard in offer.shards],
             lease=duration(timeouts.lease_s),
@@ -226,35 +252,27 @@ class Sessions:
 def _unbuilt(offered: layout_pb2.KvLayout) -> Fault | None:
     """The first kind of a group or plane that is not built, or not known, by its path."""
     for g, group in enumerate(offered.groups):
-        if group.kind not in (layout_pb2.KV_GROUP_KIND_UNSPECIFIED, layout_pb2.KV_GROUP_KIND_FULL):
+        if group.kind not in _BUILT_GROUPS:
             return _not_built(f"layout.groups[{g}].kind", group.kind)
         for p, plane in enumerate(group.planes):
-            if plane.kind not in (layout_pb2.PLANE_KIND_K, layout_pb2.PLANE_KIND_V):
+            if plane.kind not in _BUILT_PLANES:
                 return _not_built(f"layout.groups[{g}].planes[{p}].kind", plane.kind)
     return None
 
 
 def _not_built(field: str, kind: int) -> Fault:
-    text = f"{field} {kind}: only FULL attention with planes K and V is built"
+    text = f"{field} {kind}: only FULL and SLIDING groups with planes K, V and SCALE are built"
     return Fault(Reason.FEATURE, text, {"feature": field})
 
 
 def _check_means(hello: decode_pb2.Hello) -> None:
     if hello.hash_algorithm not in ("", HASH_ALGORITHM):
         raise _mismatch("hash_algorithm", HASH_ALGORITHM, hello.hash_algorithm)
-    if len(hello.shards) > 1:
-        raise _mismatch("shards", "1", str(len(hello.shards)))
-
-
-def _check_whole(shard: layout_pb2.Shard, layout: KvLayout) -> None:
-    lacks = missing_part(shard, layout)
-    if lacks is not None:
-        raise _mismatch(f"shards[0].{lacks.field}", lacks.ours, lacks.theirs)
 
 
 def _mismatch(field: str, ours: str, theirs: str) -> Fault:
     return Fault(
         Reason.LAYOUT_MISMATCH,
-        f"{field} differs: {ours} here, {theirs} there",
+        f"{field} differs: {ours} on D, {theirs} on P",
         {"field": field, "ours": ours, "theirs": theirs},
     )

@@ -113,7 +113,8 @@ class DecodeSpans:
         if change.after is DecodeState.PREEMPTED or change.before is DecodeState.PREEMPTED:
             if request.span is not None:
                 self._tracing.event(request.span, change.after.name.lower(), at=at)
-            if not change.after.terminal:
+            begins = change.after is DecodeState.DECODING and not request.decoding
+            if not change.after.terminal and not begins:
                 return
         if change.after is DecodeState.RECEIVING or change.after is DecodeState.WAITING:
             return
@@ -130,11 +131,12 @@ class DecodeSpans:
                 waits = self._tracing.context(request.span)
                 request.step_wait = self._start(names.SPAN_STEP_WAIT, change.key, waits, at)
 
-    def carried(self, key: TransferKey, transport: str) -> None:
-        """How the KV of a transfer comes."""
+    def carried(self, key: TransferKey, transport: str, kv_format: str) -> None:
+        """How the KV of a transfer comes, and in which format."""
         request = self._requests.get(key)
         if request is not None and request.span is not None:
             request.span.set_attribute(names.ATTR_TRANSPORT, transport)
+            request.span.set_attribute(names.ATTR_KV_FORMAT, kv_format)
 
     def refused(self, key: TransferKey, fault: Fault, at: float) -> None:
         """An Allocate ended without a grant."""

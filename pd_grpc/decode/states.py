@@ -42,7 +42,8 @@ TRANSITIONS: Mapping[DecodeState, frozenset[DecodeState]] = {
     # Back to EXPECTED when the Allocate ends without a grant and the client still waits.
     S.WAITING: frozenset({S.EXPECTED, S.RESERVED}) | ENDS,
     S.RESERVED: frozenset({S.RECEIVING}) | ENDS,
-    S.RECEIVING: frozenset({S.READY}) | ENDS,
+    # Put aside before its first token: one that D prefills itself.
+    S.RECEIVING: frozenset({S.READY, S.PREEMPTED}) | ENDS,
     S.READY: frozenset({S.DECODING}) | ENDS,
     S.DECODING: frozenset({S.PREEMPTED}) | ENDS,
     S.PREEMPTED: frozenset({S.DECODING}) | ENDS,

@@ -9,6 +9,7 @@ from pd_grpc.blocks.pool import Holding
 from pd_grpc.decode.actions import TokenOut
 from pd_grpc.decode.carrier import INLINE_CARRIER, Carrier
 from pd_grpc.decode.states import STAGES, DecodeState
+from pd_grpc.engine.penalties import Tally, tally
 from pd_grpc.engine.stopping import Finish, StopRule
 from pd_grpc.protocol.block_hashes import BlockChain
 from pd_grpc.protocol.faults import Fault
@@ -16,6 +17,8 @@ from pd_grpc.protocol.messages import duration
 from pd_grpc.protocol.refs import TransferKey
 from pd_grpc.protocol.sampling import Sampling
 from pd_grpc.v1 import decode_pb2, types_pb2
+
+_PREFILLING = (DecodeState.RESERVED, DecodeState.RECEIVING, DecodeState.PREEMPTED)
 
 
 @dataclass(frozen=True)
@@ -59,8 +62,10 @@ class Transfer:
     is how many leading tokens have their KV in the holding's blocks; of these blocks the first
     `kept_blocks` are known to the prefix cache, or equal to some that are. `cached_tokens` is how
     many leading tokens it found there when it was granted, `computed_tokens` how many P says it
-    had to compute. `granted_at` is when it got its blocks, if it needs any. `computed_from` is when
-    the first chunk of a local prefill entered the engine. `carrier` is how its KV comes.
+    had to compute. `complete_shards` are D's shards that have all of their KV. `granted_at` is when
+    it got its blocks, if it needs any. `computed_from` is when the first chunk of a local prefill
+    entered the engine. `carrier` is how its KV comes. `tally` is what `tallied` counted last.
+    `turn` is its place among all that this D's engine was ever given, the oldest first; 0 before.
     """
 
     key: TransferKey
@@ -77,6 +82,7 @@ class Transfer:
     receiving: bool = False
     carrier: Carrier = INLINE_CARRIER
     first: decode_pb2.FirstToken | None = None
+    complete_shards: set[int] = field(default_factory=set)
     kv_complete: bool = False
     kv_tokens: int = 0
     kept_blocks: int = 0
@@ -84,6 +90,8 @@ class Transfer:
     computed_tokens: int = 0
     computed_from: float | None = None
     output: list[int] = field(default_factory=list)
+    tally: Tally | None = None
+    turn: int = 0
     held: list[TokenOut] = field(default_factory=list)
     granted_at: float | None = None
     handed_off_at: float | None = None
@@ -112,7 +120,7 @@ class Transfer:
     @property
     def stage(self) -> str:
         """What it is doing, in the words of STAGE_DEADLINE."""
-        if self.local and self.state in (DecodeState.RESERVED, DecodeState.RECEIVING):
+        if self.local and self.state in _PREFILLING and not self.handed_off:
             return "prefill"
         if self.state is DecodeState.READY and self.first is not None:
             return "attach"
@@ -124,6 +132,26 @@ class Transfer:
         if self.client is None:
             return list(self.output)
         return self.client.prompt + self.client.generated + self.output
+
+    @property
+    def total_tokens(self) -> int:
+        """The length of `tokens`, without making them: a prompt may have a million."""
+        if self.client is None:
+            return len(self.output)
+        return len(self.client.prompt) + len(self.client.generated) + len(self.output)
+
+    def tallied(self) -> Tally | None:
+        """Of all its tokens so far, counting only those that are new; None where no penalty needs
+        it."""
+        client = self.client
+        assert client is not None
+        if not client.sampling.penalises:
+            return None
+        so_far = self.tally or tally(client.prompt, client.generated)
+        for token_id in self.output[so_far.generated - len(client.generated) :]:
+            so_far = so_far.followed_by(token_id)
+        self.tally = so_far
+        return so_far
 
     @property
     def spared_tokens(self) -> int:

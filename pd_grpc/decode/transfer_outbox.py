@@ -11,9 +11,9 @@ from pd_grpc.v1 import transfer_pb2
 MAX_ACK_RANGES = 4096
 """Chunks that one ack may speak of; with as many waiting nothing more is read."""
 
-ACK_WAIT_S = 0.001
+ACK_WAIT_S = 0.004
 """How long an ack of few bytes waits for more to speak of. What P frees by it, it can wait that
-long for, and the end of a stream waits for nothing."""
+long for, and the end of a stream waits for nothing. A window of 8 MiB in that time is 2 GiB/s."""
 
 
 class TransferOutbox:

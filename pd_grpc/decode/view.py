@@ -13,13 +13,13 @@ from pd_grpc.decode.transfer import Ended, Transfer
 from pd_grpc.protocol.admin import ChangeFeed
 from pd_grpc.protocol.clock import Clock
 from pd_grpc.protocol.config import DecodeConfig
+from pd_grpc.protocol.instance_view import InstanceView
 from pd_grpc.protocol.messages import duration
 from pd_grpc.protocol.refs import TransferKey
 from pd_grpc.protocol.serving import ControlServer
-from pd_grpc.protocol.span_messages import span_messages
 from pd_grpc.protocol.version import VERSION
 from pd_grpc.telemetry.recent import RecentTraces
-from pd_grpc.v1 import admin_pb2, types_pb2
+from pd_grpc.v1 import admin_pb2
 
 _WAITS_FOR = {
     DecodeState.EXPECTED: "Allocate from the prefill",
@@ -32,7 +32,7 @@ _WAITS_FOR = {
 }
 
 
-class DecodeView:
+class DecodeView(InstanceView):
     """AdminView of D."""
 
     def __init__(
@@ -45,13 +45,12 @@ class DecodeView:
         changes: ChangeFeed,
         traces: RecentTraces,
     ) -> None:
+        super().__init__(control, traces)
         self._config = config
         self._model = model
         self._runtime = runtime
-        self._control = control
         self._clock = clock
         self._changes = changes
-        self._traces = traces
         self._started = clock.now()
 
     def server_info(self) -> admin_pb2.ServerInfo:
@@ -61,7 +60,7 @@ class DecodeView:
         info = admin_pb2.ServerInfo(
             instance=machine.instance,
             endpoint=self._control.endpoint,
-            health=self._health(),
+            health=self._health(ledger.draining),
             health_reason=self._control.reason,
             version=VERSION,
             model=self._model,
@@ -78,18 +77,6 @@ class DecodeView:
                 target = info.ended if state.terminal else info.transfers
                 target.add(state=state.wire, transfers=number)
         return info
-
-    async def peer_infos(self) -> list[admin_pb2.ServerInfo]:
-        """Nobody is behind a D."""
-        return []
-
-    def spans(self, wanted: str) -> list[admin_pb2.Span]:
-        """What is still known of a trace."""
-        return span_messages(self._traces.find(wanted))
-
-    async def peer_spans(self, trace_id: str) -> list[admin_pb2.Span]:
-        """Nobody is behind a D."""
-        return []
 
     def transfers(self) -> list[admin_pb2.TransferInfo]:
         """In flight, oldest first."""
@@ -131,11 +118,6 @@ class DecodeView:
         if info is not None:
             self._changes.publish(info)
 
-    def _health(self) -> admin_pb2.Health:
-        if self._runtime.machine.ledger.draining:
-            return admin_pb2.HEALTH_DRAINING
-        return admin_pb2.HEALTH_SERVING if self._control.ready else admin_pb2.HEALTH_NOT_SERVING
-
     def _describe(self, transfer: Transfer) -> admin_pb2.TransferInfo:
         now = self._clock.now()
         timer, at = self._next_timer(transfer)
@@ -149,7 +131,7 @@ class DecodeView:
             state_age=duration(now - transfer.since),
             holder=self._holder(transfer),
             blocks=0 if transfer.holding is None else len(transfer.holding.blocks),
-            waits_for=_WAITS_FOR[transfer.state],
+            waits_for=self._waits_for(transfer),
             next_timer=timer,
             next_timer_in=duration(at - now) if timer else Duration(),
             peer="" if leg is None else leg.owner.name,
@@ -157,14 +139,19 @@ class DecodeView:
             generated_tokens=len(transfer.output) if client is None else client.stop.generated,
         )
 
+    def _waits_for(self, transfer: Transfer) -> str:
+        """Of several shards those are named that have not got all of their KV."""
+        said = _WAITS_FOR[transfer.state]
+        shards = self._runtime.machine.ledger.sessions.shards
+        if not transfer.receiving or transfer.kv_complete or len(shards) == 1:
+            return said
+        lacking = [str(i) for i in range(len(shards)) if i not in transfer.complete_shards]
+        return f"{said}, on shard {', '.join(lacking)} of {len(shards)}"
+
     def _describe_ended(self, key: TransferKey, ended: Ended) -> admin_pb2.TransferInfo:
         now = self._clock.now()
         return admin_pb2.TransferInfo(
-            ref=types_pb2.TransferRef(
-                transfer_id=key.transfer_id,
-                attempt=key.attempt,
-                decode_epoch=self._runtime.machine.instance.epoch,
-            ),
+            ref=key.ref(self._runtime.machine.instance.epoch),
             request_id=ended.request_id,
             state=ended.state.wire,
             age=duration(now - ended.created),

@@ -25,7 +25,8 @@ from pd_grpc.engine.base import Sampled
 from pd_grpc.engine.sim_tokenizer import SimTokenizer
 from pd_grpc.protocol.config import DecodeConfig
 from pd_grpc.protocol.faults import Fault, Reason
-from pd_grpc.v1 import decode_pb2, types_pb2
+from pd_grpc.v1 import decode_pb2, layout_pb2, types_pb2
+from tests.blocks.emptying import assert_whole
 from tests.decode.messages import (
     BLOCK,
     D_EPOCH,
@@ -45,7 +46,8 @@ if TYPE_CHECKING:
 class Harness:
     """One D. What it did is noted in the fields below, by the call or stream it concerns.
 
-    `holds_closes` keeps the receiver from stopping to write until `close_receivers`.
+    `holds_closes` keeps the receiver from stopping to write until `close_receivers`. The engine
+    raises over the grants of `raising`, and has no token for those of `tokenless`.
     """
 
     def __init__(
@@ -53,6 +55,8 @@ class Harness:
         num_blocks: int = 16,
         features: frozenset[str] = frozenset(),
         carriers: Sequence[Carrier] = (INLINE_CARRIER,),
+        shards: Sequence[layout_pb2.Shard] = (SHARD,),
+        max_model_len: int = MAX_MODEL_LEN,
         **settings: Any,
     ) -> None:
         settings = {"chunk_tokens": 2 * BLOCK, "max_batch": 8, "prefill_batch": 4, **settings}
@@ -74,6 +78,8 @@ class Harness:
         self.drains = 0
         self.step: act.StepPlan | None = None
         self.steps: list[act.StepPlan] = []
+        self.raising: set[str] = set()
+        self.tokenless: set[str] = set()
         self.holds_closes = False
         self._unclosed: list[str] = []
         self._completed: set[str] = set()
@@ -83,9 +89,9 @@ class Harness:
         offer = Offer(
             instance=types_pb2.Instance(name="d", epoch=D_EPOCH, role=types_pb2.ROLE_DECODE),
             layout=LAYOUT,
-            shards=[SHARD],
+            shards=shards,
             features=features,
-            max_model_len=MAX_MODEL_LEN,
+            max_model_len=max_model_len,
             timeouts=self.config,
             carriers=carriers,
         )
@@ -168,19 +174,22 @@ class Harness:
         """The engine returns from its step."""
         plan = self.step
         assert plan is not None, "no step is running"
+        if self.raising & {*plan.prefill_grants, *plan.decode_grants}:
+            self.fail_step(Fault(Reason.ENGINE_ERROR, "it raised"))
+            return
         prefilled: list[Sampled | None] = []
-        for chunk in plan.prefill:
+        for grant_id, chunk in zip(plan.prefill_grants, plan.prefill, strict=True):
             for i, token in enumerate(chunk.token_ids):
                 self._store(chunk.block_table, chunk.start + i, token)
             sampled = None
             if chunk.sample is not None:
-                sampled = self._sample(chunk.block_table, chunk.sample.position)
+                sampled = self._sample(grant_id, chunk.block_table, chunk.sample.position)
             prefilled.append(sampled)
         decoded: list[Sampled] = []
-        for slot in plan.decode:
+        for grant_id, slot in zip(plan.decode_grants, plan.decode, strict=True):
             self._store(slot.block_table, slot.position, slot.token_id)
             assert slot.sample.position == slot.position + 1
-            decoded.append(self._sample(slot.block_table, slot.position + 1))
+            decoded.append(self._sample(grant_id, slot.block_table, slot.position + 1))
         self.step = None
         self.feed(ev.StepDone(plan.step, prefilled, decoded))
 
@@ -197,6 +206,10 @@ class Harness:
                 return
             self.run_step()
         raise AssertionError(f"the engine still has work after {limit} steps")
+
+    def complete_on(self, shard: int, grant_id: str) -> None:
+        """One of several shards has all of its KV."""
+        self.feed(ev.ReceiveCompleted(grant_id, shard))
 
     def receive(self, grant_id: str, tokens: Sequence[int]) -> None:
         """All KV of a grant comes in."""
@@ -221,7 +234,9 @@ class Harness:
     def close_receivers(self) -> None:
         """The receiver has stopped writing wherever it was told to."""
         while self._unclosed:
-            self.feed(ev.ReceiveClosed(self._unclosed.pop(0)))
+            grant_id = self._unclosed.pop(0)
+            for shard in range(len(self.machine.ledger.sessions.shards)):
+                self.feed(ev.ReceiveClosed(grant_id, shard))
 
     # What came of them
 
@@ -276,12 +291,11 @@ class Harness:
         assert not known & quarantined
 
     def all_returned(self) -> None:
-        """Nothing is in flight, and every block is free, or is once the cache is cleared."""
+        """Nothing is in flight, and every block is free, or is once what is cached is evicted."""
         self.check()
         assert self.machine.ledger.transfers == {}
         assert self.pool.free == self.pool.total
-        self.machine.ledger.cache.clear()
-        assert self.pool.counts()[BlockState.FREE] == self.pool.total
+        assert_whole(self.pool)
         assert self.machine.ledger.calls == {}
         assert len(self.machine.ledger.reservations) == 0
         assert len(self.machine.ledger.timers) == self._session_timers()
@@ -345,6 +359,8 @@ class Harness:
     def _store(self, table: Sequence[int], position: int, token: int) -> None:
         self._stored[table[position // BLOCK], position % BLOCK] = token
 
-    def _sample(self, table: Sequence[int], tokens: int) -> Sampled:
+    def _sample(self, grant_id: str, table: Sequence[int], tokens: int) -> Sampled:
+        if grant_id in self.tokenless:
+            return Sampled(-1, fault="no token is left")
         stored = [self._stored[table[i // BLOCK], i % BLOCK] for i in range(tokens)]
         return Sampled(next_token(stored))

@@ -2,7 +2,8 @@
 
 What layout.proto and transfer.proto say of the bytes, written down a second time: a block is, in
 this order and without padding, group -> layer -> plane -> head -> token -> dimension, and a chunk
-is a run of blocks restricted to some layers. Any language can do the same.
+is a run of blocks restricted to some layers and, as its stream says, some heads. Any language can
+do the same.
 """
 
 from __future__ import annotations
@@ -34,28 +35,38 @@ def layer_bytes(layout: layout_pb2.KvLayout, group: layout_pb2.KvGroup) -> int:
     return sum(plane_bytes(layout, plane) for plane in group.planes)
 
 
-def rebuild(layout: layout_pb2.KvLayout, captured: Iterable[bytes]) -> dict[int, bytes]:
-    """Every block of one shard's stream by its logical number, in the canonical order."""
+def rebuild(layout: layout_pb2.KvLayout, streams: Iterable[Iterable[bytes]]) -> dict[int, bytes]:
+    """Every block by its logical number, in the canonical order, from the streams of one grant,
+    whatever layers and heads each of them brings."""
     sizes = [layer_bytes(layout, group) for group in layout.groups]
     starts = [sum(sizes[i] * layout.groups[i].layers for i in range(g)) for g in range(len(sizes))]
     block_bytes = sum(n * group.layers for n, group in zip(sizes, layout.groups, strict=True))
     blocks: dict[int, bytearray] = {}
-    chunks = size = 0
-    for data in captured:
-        message = transfer_pb2.TransferRequest.FromString(data)
-        if message.WhichOneof("message") == "end":
-            assert (message.end.chunks, message.end.bytes) == (chunks, size)
-        if message.WhichOneof("message") != "chunk":
-            continue
-        chunk = message.chunk
-        assert crc32c(chunk.payload) == chunk.crc32c
-        run = chunk.layer_count * sizes[chunk.group]
-        at = starts[chunk.group] + chunk.layer_start * sizes[chunk.group]
-        assert len(chunk.payload) == chunk.block_count * run
-        for i in range(chunk.block_count):
-            block = blocks.setdefault(chunk.block_start + i, bytearray(block_bytes))
-            block[at : at + run] = chunk.payload[i * run : (i + 1) * run]
-        chunks, size = chunks + 1, size + len(chunk.payload)
+    for captured in streams:
+        chunks = size = 0
+        sends = layout_pb2.KvPart()
+        for data in captured:
+            message = transfer_pb2.TransferRequest.FromString(data)
+            if message.WhichOneof("message") == "open":
+                sends = message.open.sends
+            elif message.WhichOneof("message") == "end":
+                assert (message.end.chunks, message.end.bytes) == (chunks, size)
+            else:
+                chunk = message.chunk
+                assert crc32c(chunk.payload) == chunk.crc32c
+                chunks, size, taken = chunks + 1, size + len(chunk.payload), 0
+                for i in range(chunk.block_count * chunk.layer_count):
+                    number = chunk.block_start + i // chunk.layer_count
+                    layer = chunk.layer_start + i % chunk.layer_count
+                    block = blocks.setdefault(number, bytearray(block_bytes))
+                    at = starts[chunk.group] + layer * sizes[chunk.group]
+                    for plane in layout.groups[chunk.group].planes:
+                        head = plane_bytes(layout, plane) // plane.heads
+                        n = (sends.head_count or plane.heads) * head
+                        first = at + sends.head_start * head
+                        block[first : first + n] = chunk.payload[taken : taken + n]
+                        at, taken = at + plane.heads * head, taken + n
+                assert taken == len(chunk.payload)
     return {number: bytes(block) for number, block in blocks.items()}
 
 

@@ -26,7 +26,7 @@ class Tap:
     """Passes the bytes of Transfer on to the real shard, and keeps those that P sent."""
 
     def __init__(self) -> None:
-        self.captured: list[bytes] = []
+        self.captured: list[list[bytes]] = []
         self.shard: Any = None
 
     def handler(self) -> Any:
@@ -37,8 +37,10 @@ class Tap:
 
     async def _pass_on(self, requests: AsyncIterator[bytes], context: Any) -> AsyncIterator[bytes]:
         async def kept() -> AsyncIterator[bytes]:
+            mine: list[bytes] = []
+            self.captured.append(mine)
             async for data in requests:
-                self.captured.append(data)
+                mine.append(data)
                 yield data
 
         transfer = self.shard.stream_stream("/pd_grpc.v1.TransferService/Transfer")
@@ -47,23 +49,23 @@ class Tap:
 
 
 @asynccontextmanager
-async def tapped() -> AsyncIterator[tuple[Wire, Tap]]:
-    """A D whose shard is reached through a tap."""
+async def tapped(**settings: Any) -> AsyncIterator[tuple[Wire, Tap]]:
+    """A D with these settings, whose shard is reached through a tap."""
     tap = Tap()
     server = grpc.aio.server()
     server.add_generic_rpc_handlers((tap.handler(),))
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
-    async with wire(bulk_advertise=f"127.0.0.1:{port}") as d:
+    async with wire(bulk_advertise=f"127.0.0.1:{port}", **settings) as d:
         tap.shard = grpc.aio.insecure_channel(f"127.0.0.1:{d.server.bulk.port}")
         yield d, tap
         await tap.shard.close(None)
     await server.stop(0)
 
 
-async def hand_over(d: Wire, request: Request) -> list[int]:
-    """A real P prefills and hands over; returns the client's tokens."""
-    config = PrefillConfig(**{**SIM, "name": "p", "transports": ("inline",)})
+async def hand_over(d: Wire, request: Request, **settings: Any) -> list[int]:
+    """A real P with these settings prefills and hands over; returns the client's tokens."""
+    config = PrefillConfig(**{**SIM, "name": "p", "transports": ("inline",), **settings})
     p = await start_prefill(config, SimEngine(config))
     try:
         async with grpc.aio.insecure_channel(p.endpoint) as channel:
@@ -84,10 +86,13 @@ async def hand_over(d: Wire, request: Request) -> list[int]:
 
 
 @pytest.mark.parametrize("length", [1, BLOCK - 1, BLOCK, BLOCK + 1, 5 * BLOCK + 2])
-async def test_blocks_rebuilt_from_captured_messages_hold_sims_kv(length: int) -> None:
-    async with tapped() as (d, tap):
+@pytest.mark.parametrize("layout", ["plain", "sliding-fp8-scale"])
+async def test_blocks_rebuilt_from_captured_messages_hold_sims_kv(layout: str, length: int) -> None:
+    """Of several groups and planes of unequal size, too; all of a sliding group travels."""
+    settings = {"sim_layout": layout, "sim_window": BLOCK + 1}
+    async with tapped(**settings) as (d, tap):
         request = d.request(prompt=list(range(100, 100 + length)), max_tokens=6)
-        assert await hand_over(d, request) == d.answer(request)
+        assert await hand_over(d, request, **settings) == d.answer(request)
         info = await d.inference.GetModelInfo(inference_pb2.GetModelInfoRequest(), timeout=CALL_S)
         blocks = plain_decoder.rebuild(info.layout, tap.captured)
         assert sorted(blocks) == list(range(-(-length // BLOCK)))
@@ -98,6 +103,24 @@ async def test_blocks_rebuilt_from_captured_messages_hold_sims_kv(length: int) -
             assert plain_decoder.token_kv(info.layout, blocks[block], slot) == expected
             if slot == BLOCK - 1:
                 assert blocks[block] == kv.last_block(), "a whole block, byte for byte"
+
+
+@pytest.mark.parametrize("ranks", [{"tp": 2}, {"tp": 4, "pp": 2}, {"pp": 3}])
+async def test_blocks_of_a_p_with_several_shards_are_rebuilt_from_all_its_streams(
+    ranks: dict[str, int],
+) -> None:
+    """F32: whichever heads and layers each stream brings."""
+    async with tapped() as (d, tap):
+        request = d.request(prompt=list(range(100, 111)), max_tokens=6)
+        assert await hand_over(d, request, **ranks) == d.answer(request)
+        info = await d.inference.GetModelInfo(inference_pb2.GetModelInfoRequest(), timeout=CALL_S)
+        assert len(tap.captured) == ranks.get("tp", 1) * ranks.get("pp", 1)
+        blocks = plain_decoder.rebuild(info.layout, tap.captured)
+        kv = SimKv(d.config)
+        for position, token in enumerate(request.prompt):
+            expected = kv.append(token)
+            block, slot = divmod(position, BLOCK)
+            assert plain_decoder.token_kv(info.layout, blocks[block], slot) == expected
 
 
 def test_the_decoder_knows_nothing_of_ours_but_the_generated_messages() -> None:

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from pd_grpc.decode import events as ev
+from pd_grpc.decode.carrier import INLINE_CARRIER, Carrier
+from pd_grpc.decode.sessions import Offer, Sessions
 from pd_grpc.decode.states import DecodeState as S
+from pd_grpc.protocol.config import Timeouts
 from pd_grpc.protocol.faults import Code, Fault, Reason, read_status
+from pd_grpc.protocol.layout import KvLayout
 from pd_grpc.protocol.messages import duration, layout_to_proto
 from pd_grpc.v1 import decode_pb2, layout_pb2, types_pb2
 from tests.decode.harness import Harness
@@ -42,6 +47,7 @@ def test_a_welcome_says_who_we_are_and_what_we_offer(d: Harness, p: Prefill) -> 
         first_token=duration(30),
         attach=duration(10),
         tombstone=duration(60),
+        kv_format="canonical",
     )
 
 
@@ -54,7 +60,6 @@ def test_a_welcome_says_who_we_are_and_what_we_offer(d: Harness, p: Prefill) -> 
         ("model", "m", "m2", {"model": "m2"}),
         ("positions", "p", "rope", {"positions": "rope"}),
         ("block_size", "4", "8", {"block_size": 8}),
-        ("format", "canonical", "amx", {"format": "amx"}),
         ("groups", "1", "0", {"groups": []}),
         ("groups[0].layers", "2", "3", {"groups": [layout_pb2.KvGroup(layers=3)]}),
         ("groups[0].planes", "2", "0", {"groups": [layout_pb2.KvGroup(layers=2)]}),
@@ -74,6 +79,7 @@ def test_a_layout_that_differs_names_the_field_and_both_values(
     fault = refusal(d, layouts=[layout])
     assert fault.reason is Reason.LAYOUT_MISMATCH and fault.code is Code.FAILED_PRECONDITION
     assert fault.metadata == {"field": f"layout.{field}", "ours": ours, "theirs": theirs}
+    assert fault.message == f"layout.{field} differs: {ours} on D, {theirs} on P"
 
 
 @pytest.mark.parametrize(("field", "value"), [("dtype", "float16"), ("heads", 2), ("head_dim", 16)])
@@ -100,6 +106,70 @@ def test_one_of_several_layouts_is_enough(d: Harness) -> None:
     assert d.told[p.stream][0].welcome.layout.model == "m"
 
 
+OWN = replace(LAYOUT, format="own")
+
+
+def test_of_two_layouts_that_fit_the_one_in_ds_format_is_chosen(d: Harness) -> None:
+    p = Prefill(d, layouts=[layout_to_proto(OWN), layout_to_proto(LAYOUT)])
+    welcome = d.told[p.stream][0].welcome
+    assert (welcome.layout, welcome.kv_format) == (layout_to_proto(LAYOUT), "canonical")
+
+
+def test_a_format_that_d_does_not_have_goes_canonically(d: Harness) -> None:
+    other = layout_to_proto(replace(LAYOUT, model="other"))
+    p = Prefill(d, layouts=[other, layout_to_proto(OWN)])
+    welcome = d.told[p.stream][0].welcome
+    assert (welcome.layout, welcome.kv_format) == (layout_to_proto(OWN), "canonical")
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs", "transport", "kv_format"),
+    [
+        (LAYOUT, LAYOUT, layout_pb2.TRANSPORT_SHM, "canonical"),
+        (OWN, OWN, layout_pb2.TRANSPORT_SHM, "own"),
+        (LAYOUT, OWN, layout_pb2.TRANSPORT_INLINE, "canonical"),
+        (OWN, LAYOUT, layout_pb2.TRANSPORT_INLINE, "canonical"),
+        (OWN, replace(OWN, format="another"), layout_pb2.TRANSPORT_INLINE, "canonical"),
+    ],
+)
+def test_formats_that_differ_leave_inline_and_canonical_alone(
+    ours: KvLayout, theirs: KvLayout, transport: int, kv_format: str
+) -> None:
+    sessions = _sessions(ours)
+    hello = _hello(theirs, [layout_pb2.TRANSPORT_SHM, layout_pb2.TRANSPORT_INLINE])
+    joined = sessions.join(1, hello, "s")
+    assert (joined.welcome.transport, joined.welcome.kv_format) == (transport, kv_format)
+    assert (joined.session.carrier.transport, joined.session.carrier.kv_format) == (
+        transport,
+        kv_format,
+    )
+    assert joined.welcome.layout == layout_to_proto(theirs)
+
+
+def test_a_p_of_another_format_without_inline_is_refused() -> None:
+    with pytest.raises(Fault) as raised:
+        _sessions(LAYOUT).join(1, _hello(OWN, [layout_pb2.TRANSPORT_SHM]), "s")
+    assert raised.value.reason is Reason.LAYOUT_MISMATCH
+    assert raised.value.metadata == {
+        "field": "transports",
+        "ours": "TRANSPORT_INLINE",
+        "theirs": "TRANSPORT_SHM",
+    }
+
+
+def _sessions(layout: KvLayout) -> Sessions:
+    instance = types_pb2.Instance(name="d", epoch=1, role=types_pb2.ROLE_DECODE)
+    carriers = (Carrier(layout_pb2.TRANSPORT_SHM, one_sided=True), INLINE_CARRIER)
+    return Sessions(Offer(instance, layout, [SHARD], frozenset(), 100, Timeouts(), carriers))
+
+
+def _hello(layout: KvLayout, transports: list[layout_pb2.Transport]) -> decode_pb2.Hello:
+    instance = types_pb2.Instance(name="p", epoch=1, role=types_pb2.ROLE_PREFILL)
+    return decode_pb2.Hello(
+        instance=instance, layouts=[layout_to_proto(layout)], transports=transports
+    )
+
+
 def test_a_layout_with_defaults_left_out_is_the_same(d: Harness) -> None:
     layout = layout_to_proto(LAYOUT)
     layout.ClearField("format")
@@ -108,7 +178,7 @@ def test_a_layout_with_defaults_left_out_is_the_same(d: Harness) -> None:
     assert p.session_id
 
 
-@pytest.mark.parametrize("kind", [layout_pb2.KV_GROUP_KIND_SLIDING, 99])
+@pytest.mark.parametrize("kind", [layout_pb2.KV_GROUP_KIND_LATENT, 99])
 def test_a_kind_of_attention_that_is_not_built_is_refused(d: Harness, kind: int) -> None:
     layout = layout_to_proto(LAYOUT)
     layout.groups[0].kind = kind  # type: ignore[assignment]
@@ -117,7 +187,7 @@ def test_a_kind_of_attention_that_is_not_built_is_refused(d: Harness, kind: int)
     assert fault.metadata == {"feature": "layout.groups[0].kind"}
 
 
-@pytest.mark.parametrize("kind", [0, layout_pb2.PLANE_KIND_SCALE, 99])
+@pytest.mark.parametrize("kind", [0, layout_pb2.PLANE_KIND_STATE, 99])
 def test_a_kind_of_plane_that_is_not_built_is_named(d: Harness, kind: int) -> None:
     layout = layout_to_proto(LAYOUT)
     layout.groups[0].planes[1].kind = kind  # type: ignore[assignment]
@@ -126,7 +196,7 @@ def test_a_kind_of_plane_that_is_not_built_is_named(d: Harness, kind: int) -> No
     assert fault.metadata == {"feature": "layout.groups[0].planes[1].kind"}
 
 
-@pytest.mark.parametrize("kind", [layout_pb2.KV_GROUP_KIND_SLIDING, 99])
+@pytest.mark.parametrize("kind", [layout_pb2.KV_GROUP_KIND_LATENT, 99])
 def test_an_exotic_layout_does_not_hide_a_plain_one_behind_it(d: Harness, kind: int) -> None:
     exotic = layout_to_proto(LAYOUT)
     exotic.groups[0].kind = kind  # type: ignore[assignment]
@@ -134,10 +204,22 @@ def test_an_exotic_layout_does_not_hide_a_plain_one_behind_it(d: Harness, kind: 
     assert d.told[p.stream][0].welcome.layout == layout_to_proto(LAYOUT)
 
 
-def test_a_scale_plane_is_refused_as_not_built(d: Harness) -> None:
+@pytest.mark.parametrize("kind", [2, 3, 4, 5, 6])
+def test_of_the_other_kinds_of_groups_sliding_alone_is_built(d: Harness, kind: int) -> None:
+    layout = layout_to_proto(LAYOUT)
+    layout.groups[0].kind = kind  # type: ignore[assignment]
+    built = kind == layout_pb2.KV_GROUP_KIND_SLIDING
+    expected = Reason.LAYOUT_MISMATCH if built else Reason.FEATURE
+    assert refusal(d, layouts=[layout]).reason is expected
+
+
+def test_a_scale_plane_that_d_does_not_have_differs(d: Harness) -> None:
+    """F58."""
     layout = layout_to_proto(LAYOUT)
     layout.groups[0].planes.add(kind=layout_pb2.PLANE_KIND_SCALE, dtype="float32", heads=1)
-    assert refusal(d, layouts=[layout]).reason is Reason.FEATURE
+    fault = refusal(d, layouts=[layout])
+    assert fault.reason is Reason.LAYOUT_MISMATCH
+    assert fault.metadata == {"field": "layout.groups[0].planes", "ours": "2", "theirs": "3"}
 
 
 @pytest.mark.parametrize(
@@ -145,8 +227,8 @@ def test_a_scale_plane_is_refused_as_not_built(d: Harness) -> None:
     [
         ({"transports": [layout_pb2.TRANSPORT_SHM, 99]}, "transports"),
         ({"shards": [SHARD, SHARD]}, "shards"),
-        ({"shards": [layout_pb2.Shard(tp_size=2)]}, "shards[0].tp_size"),
-        ({"shards": [layout_pb2.Shard(pp_size=2)]}, "shards[0].pp_size"),
+        ({"shards": [layout_pb2.Shard(tp_size=2)]}, "shards"),
+        ({"shards": [layout_pb2.Shard(pp_size=2)]}, "shards"),
         ({"shards": [layout_pb2.Shard(dp_size=2)]}, "shards[0].dp_size"),
         ({"shards": [layout_pb2.Shard(dp_size=1, dp_rank=1)]}, "shards[0].dp_rank"),
         ({"shards": [layout_pb2.Shard(layer_start=1)]}, "shards[0].layer_start"),

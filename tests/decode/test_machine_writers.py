@@ -197,6 +197,20 @@ def test_a_successor_does_not_free_what_its_predecessor_may_write_to(d: Harness)
     assert quarantined(d) == 0
 
 
+def test_what_p_says_is_of_every_grant_of_a_key_that_was_used_again(d: Harness) -> None:
+    """P takes a key again only when it has stopped, and D once it has forgotten it."""
+    p = writer(d)
+    request = Request()
+    for _ in range(2):
+        grant = p.granted(request)
+        d.feed(ev.OperatorReleased(request.transfer_id, 0, "test"))
+        d.advance_alive(p, d.config.tombstone_s + 1)
+    assert quarantined(d) == 2 * len(d.opened[grant].blocks)
+    p.release(request)
+    assert quarantined(d) == 0
+    assert d.late == 0, "both were waited for"
+
+
 def test_what_is_complete_waits_for_nobody(d: Harness) -> None:
     """The end of a transfer says that P has stopped."""
     p = writer(d)
@@ -207,6 +221,21 @@ def test_what_is_complete_waits_for_nobody(d: Harness) -> None:
     d.leave(client)
     d.close_receivers()
     assert quarantined(d) == 0
+
+
+def test_what_is_complete_when_its_transfer_has_ended_waits_for_nobody(d: Harness) -> None:
+    """P knows that D has its End, and has nothing else to say."""
+    d.holds_closes = True
+    p = writer(d)
+    client = d.generate(Request())
+    grant = p.granted(Request())
+    d.feed(ev.ReceiveStarted(grant))
+    d.leave(client)
+    d.feed(ev.ReceiveCompleted(grant))
+    assert quarantined(d) > 0, "its own shard has yet to close"
+    d.close_receivers()
+    assert quarantined(d) == 0
+    assert d.late == 1
 
 
 def test_an_answer_complete_before_its_kv_waits_for_the_writer(d: Harness) -> None:

@@ -11,6 +11,7 @@ from pd_grpc.decode.outbox import TokenOutbox
 from pd_grpc.engine.stopping import Finish
 from pd_grpc.protocol.faults import Fault, Reason
 from pd_grpc.v1 import inference_pb2, types_pb2
+from tests.waiting import LIMIT_S
 
 GRPC_DEFAULT_BYTES = 4 << 20
 """The largest message that a client takes which asks for no other limit."""
@@ -26,7 +27,7 @@ def token(token_id: int) -> TokenOut:
 
 async def read(outbox: TokenOutbox) -> list[inference_pb2.GenerateResponse]:
     messages = []
-    while (message := await asyncio.wait_for(outbox.next(), 5)) is not None:
+    while (message := await asyncio.wait_for(outbox.next(), LIMIT_S)) is not None:
         messages.append(message)
     return messages
 
@@ -48,8 +49,8 @@ async def test_no_message_is_larger_than_any_client_takes(count: int) -> None:
 async def test_what_is_left_over_goes_while_the_answer_goes_on() -> None:
     outbox = TokenOutbox("decode-0")
     outbox.tokens(tuple(token(i) for i in range(5000)))
-    first = await asyncio.wait_for(outbox.next(), 5)
-    second = await asyncio.wait_for(outbox.next(), 5)
+    first = await asyncio.wait_for(outbox.next(), LIMIT_S)
+    second = await asyncio.wait_for(outbox.next(), LIMIT_S)
     assert first is not None and second is not None
     assert [*first.token_ids, *second.token_ids] == list(range(5000))
     outbox.fail(Fault(Reason.ENGINE_ERROR, "no more"))

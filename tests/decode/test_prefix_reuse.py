@@ -225,6 +225,19 @@ def test_names_and_salts_of_another_shape_are_refused(
     assert [field.field for field in d.refused[call].fields] == [path]
 
 
+@pytest.mark.parametrize("known", [True, False])
+def test_a_name_told_twice_is_refused_and_takes_nothing(asker: Asker, known: bool) -> None:
+    d = asker.d
+    if known:
+        asker.answer(asker.request(PROMPT))
+    request = asker.request(PROMPT)
+    first = names(request)[0]
+    call = asker.p.allocate(request, block_hashes=[first, first])
+    assert d.reason(call) is Reason.BAD_REQUEST
+    assert [field.field for field in d.refused[call].fields] == ["block_hashes"]
+    assert wanted(asker.answer(request)) == ([] if known else [(0, 3)])
+
+
 def test_hashes_are_a_part_of_the_body(asker: Asker) -> None:
     request = asker.request(PROMPT)
     asker.grant(request)

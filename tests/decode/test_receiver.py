@@ -332,6 +332,7 @@ def test_what_is_no_message_fails_the_transfer() -> None:
         ),
         ({"transport": layout_pb2.TRANSPORT_SHM}, Reason.FEATURE),
         ({"transport": 99}, Reason.FEATURE),
+        ({"kv_format": "own"}, Reason.FEATURE),
         ({"shard_index": 1}, Reason.BAD_REQUEST),
     ],
 )
@@ -351,21 +352,26 @@ def test_an_open_that_means_something_else_is_refused_and_harms_nothing(
     ("field", "value"),
     [
         ("tp_size", 2),
-        ("dp_size", 2),
         ("tp_rank", 1),
         ("pp_rank", 1),
-        ("cp_rank", 1),
         ("layer_start", 1),
         ("layer_count", 1),
         ("head_start", 1),
         ("head_count", 99),
     ],
 )
-def test_a_sender_of_a_part_is_refused_by_the_field(field: str, value: int) -> None:
+def test_a_sender_that_is_not_the_only_one_is_none_of_them(field: str, value: int) -> None:
     shard = Shard()
-    sender = layout_pb2.Shard()
-    setattr(sender, field, value)
-    bad = shard.stream(sender=sender)
+    bad = shard.stream(sender=layout_pb2.Shard(**{field: value}))  # type: ignore[arg-type]
+    assert shard.fault(bad).reason is Reason.BAD_REQUEST
+    assert [each.field for each in shard.fault(bad).fields] == ["open.sender"]
+    assert shard.events == []
+
+
+@pytest.mark.parametrize(("field", "value"), [("dp_size", 2), ("dp_rank", 1), ("cp_rank", 1)])
+def test_a_sender_that_shares_more_is_refused_by_the_field(field: str, value: int) -> None:
+    shard = Shard()
+    bad = shard.stream(sender=layout_pb2.Shard(**{field: value}))  # type: ignore[arg-type]
     assert shard.fault(bad).reason is Reason.FEATURE
     assert shard.fault(bad).metadata == {"feature": f"open.sender.{field}"}
     assert shard.events == []

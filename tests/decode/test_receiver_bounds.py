@@ -12,6 +12,7 @@ from pd_grpc.decode.transfer_outbox import MAX_ACK_RANGES, TransferOutbox
 from pd_grpc.protocol.faults import Code, Fault, Reason
 from pd_grpc.v1 import transfer_pb2, types_pb2
 from tests.decode.receiver_shard import EPOCH, LAYER, Shard
+from tests.waiting import LIMIT_S
 
 WINDOW = 4096
 FITS = WINDOW // (6 * LAYER)
@@ -108,14 +109,14 @@ async def test_acks_that_wait_become_one_with_a_range_for_each() -> None:
 async def test_with_many_ranges_waiting_nothing_more_is_read() -> None:
     outbox = TransferOutbox()
     for i in range(MAX_ACK_RANGES):
-        await asyncio.wait_for(outbox.room(), 1)
+        await asyncio.wait_for(outbox.room(), LIMIT_S)
         outbox.send(ack(i, i))
     waiting = asyncio.create_task(outbox.room())
     await asyncio.sleep(0)
     assert not waiting.done()
     merged = await outbox.next()
     assert merged is not None and len(merged.ack.ranges) == MAX_ACK_RANGES
-    await asyncio.wait_for(waiting, 1)
+    await asyncio.wait_for(waiting, LIMIT_S)
 
 
 async def test_a_fault_follows_what_was_sent_before_it() -> None:

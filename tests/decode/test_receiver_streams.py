@@ -94,7 +94,7 @@ def chunk(group: int = 0, layers: int = 3) -> transfer_pb2.TransferRequest:
 
 
 async def test_a_stock_stub_sends_kv_and_completes(served: Served, stub: Any) -> None:
-    call = stub.Transfer(timeout=10)
+    call = stub.Transfer(timeout=60)
     size = 0
     for message in (opening(), chunk(), chunk(1, 1)):
         await call.write(message)
@@ -112,7 +112,7 @@ async def test_a_stock_stub_sends_kv_and_completes(served: Served, stub: Any) ->
 async def test_a_half_close_without_end_is_ok_and_completes_nothing(
     served: Served, stub: Any
 ) -> None:
-    call = stub.Transfer(timeout=10)
+    call = stub.Transfer(timeout=60)
     for message in (opening(), chunk(), chunk(1, 1)):
         await call.write(message)
     await call.done_writing()
@@ -122,7 +122,7 @@ async def test_a_half_close_without_end_is_ok_and_completes_nothing(
     assert answers[-1].ack.accepted_bytes == 8 * LAYER
     assert await call.code() is grpc.StatusCode.OK
     assert not [e for e in served.events if isinstance(e, ev.ReceiveCompleted)]
-    again = stub.Transfer(timeout=10)
+    again = stub.Transfer(timeout=60)
     end = transfer_pb2.TransferEnd(chunks=0, bytes=0)
     for message in (opening(), transfer_pb2.TransferRequest(end=end)):
         await again.write(message)
@@ -133,7 +133,7 @@ async def test_a_half_close_without_end_is_ok_and_completes_nothing(
 async def test_what_is_no_message_is_refused(served: Served) -> None:
     async with grpc.aio.insecure_channel(served.bulk.endpoint) as channel:
         transfer: Any = channel.stream_stream(TRANSFER_METHOD, None, None)
-        stream = transfer(timeout=10)
+        stream = transfer(timeout=60)
         await stream.write(b"\x12\x05\x08")
         assert (await fault_of(stream)).reason is Reason.BAD_REQUEST
 
@@ -142,7 +142,7 @@ async def test_a_memory_that_cannot_be_written_fails_the_transfer_and_is_logged(
     served: Served, stub: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     served.memory.fails = True
-    call = stub.Transfer(timeout=10)
+    call = stub.Transfer(timeout=60)
     await call.write(opening())
     await call.read()
     await call.write(chunk())
@@ -156,7 +156,7 @@ async def test_a_memory_that_cannot_be_written_fails_the_transfer_and_is_logged(
 
 async def test_a_peer_that_reads_no_ack_is_stopped_at_its_window(served: Served) -> None:
     async with grpc.aio.insecure_channel(served.bulk.endpoint, SMALL_BUFFERS) as channel:
-        call: Any = transfer_pb2_grpc.TransferServiceStub(channel).Transfer(timeout=20)
+        call: Any = transfer_pb2_grpc.TransferServiceStub(channel).Transfer(timeout=60)
         await call.write(opening())
         for _ in range(10_000):
             if served.failures():

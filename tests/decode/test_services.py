@@ -11,6 +11,7 @@ import grpc.aio
 import pytest
 
 from pd_grpc.decode.service import DecodeInference
+from pd_grpc.protocol.config import DecodeConfig
 from pd_grpc.protocol.faults import Code, Fault, Quota, Reason
 from pd_grpc.protocol.rpc import read_error
 from pd_grpc.v1 import (
@@ -20,7 +21,7 @@ from pd_grpc.v1 import (
     transfer_pb2,
     types_pb2,
 )
-from tests.decode.wire import CALL_S, Wire, fault_of, tokens_of, wire
+from tests.decode.wire import CALL_S, GatedEngine, Wire, fault_of, tokens_of, wire
 from tests.waiting import until
 
 
@@ -77,6 +78,34 @@ async def test_the_same_tokens_come_without_a_prefill(d: Wire) -> None:
     for length in (1, 4, 5, 17, 50):
         request = d.request(prompt=list(range(100, 100 + length)), max_tokens=11)
         assert await tokens_of(d.generate(request, local=True)) == d.answer(request)
+
+
+class WholeSteps(GatedEngine):
+    """Keeps how many chunks and slots each step had."""
+
+    def __init__(self, config: DecodeConfig) -> None:
+        super().__init__(config)
+        self.steps: list[tuple[int, int]] = []
+
+    def step(self, chunks: Any, slots: Any, on_layer: Any) -> Any:
+        self.steps.append((len(chunks), len(slots)))
+        return super().step(chunks, slots, on_layer)
+
+
+async def test_a_prompt_and_one_that_decodes_share_a_step_of_the_engine() -> None:
+    async with wire(WholeSteps) as d:
+        engine = d.server.engine
+        assert isinstance(engine, WholeSteps)
+        engine.gate.clear()
+        first, second = d.request(), d.request(prompt=[7, 8, 9])
+        running = d.generate(first, local=True)
+        await until(engine.entered.is_set)
+        arriving = d.generate(second, local=True)
+        await until(lambda: len(d.server.runtime.machine.ledger.transfers) == 2)
+        engine.gate.set()
+        assert await tokens_of(running) == d.answer(first)
+        assert await tokens_of(arriving) == d.answer(second)
+        assert engine.steps[:4] == [(1, 0), (0, 1), (1, 1), (0, 2)]
 
 
 async def test_an_answer_goes_on_where_another_ended(d: Wire) -> None:

@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+from itertools import pairwise
 from typing import Any
 
+from opentelemetry.context import Context
 from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
+from pd_grpc.decode.actions import Changed, StepPlan
+from pd_grpc.decode.spans import DecodeSpans
+from pd_grpc.decode.states import DecodeState as S
+from pd_grpc.protocol.clock import SystemClock
 from pd_grpc.protocol.faults import Reason
+from pd_grpc.protocol.refs import TransferKey
 from pd_grpc.telemetry import names
+from pd_grpc.telemetry.tracing import Tracing
 from tests.decode.wire import CALL_S, fault_of, tokens_of, wire
 from tests.waiting import until
 
@@ -100,6 +108,26 @@ async def test_a_request_of_our_own_is_computed_and_decoded_however_long_it_wait
             assert (decode.name, wait.name) == (names.SPAN_DECODE, names.SPAN_STEP_WAIT)
             assert wait.start_time == decode.start_time
         assert len(d.server.runtime.spans) == 0
+
+
+def test_one_put_aside_before_its_first_token_is_computed_until_it_decodes() -> None:
+    exporter = InMemorySpanExporter()
+    provider = TracerProvider()
+    provider.add_span_processor(SimpleSpanProcessor(exporter))
+    spans = DecodeSpans(Tracing(SystemClock(), "d", "decode", provider))
+    key = TransferKey("local-1", 1)
+    spans.client(key, 1, Context(), 1.0, local=True)
+    path = [S.EXPECTED, S.RESERVED, S.RECEIVING, S.PREEMPTED, S.DECODING, S.PREEMPTED, S.DECODING]
+    moves = pairwise([*path, S.FINISHED])
+    for at, (before, after) in enumerate(moves, 2):
+        if before is S.RECEIVING:
+            spans.step_began(StepPlan(1, ("g",), (), (), ()), [key], [], at - 0.5)
+        spans.changed(Changed(key, before, after, None), float(at))
+    work = {span.name: span for span in exporter.get_finished_spans()}
+    assert [e.name for e in work[names.SPAN_COMPUTE].events] == ["preempted", "decoding"]
+    assert [e.name for e in work[names.SPAN_DECODE].events] == ["preempted", "decoding"]
+    assert work[names.SPAN_COMPUTE].end_time == work[names.SPAN_DECODE].start_time
+    assert len(spans) == 0
 
 
 async def test_from_the_first_token_to_the_second_the_spans_adjoin() -> None:

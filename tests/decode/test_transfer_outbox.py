@@ -9,6 +9,7 @@ import pytest
 from pd_grpc.decode import transfer_outbox
 from pd_grpc.decode.transfer_outbox import TransferOutbox
 from pd_grpc.v1 import transfer_pb2
+from tests.waiting import LIMIT_S
 
 
 def ack(accepted_bytes: int) -> transfer_pb2.TransferResponse:
@@ -23,9 +24,9 @@ async def test_an_ack_of_little_waits_for_more_and_then_leaves_all_the_same() ->
     asking = asyncio.create_task(outbox.next())
     await asyncio.sleep(0)
     outbox.send(ack(90))
-    assert await asyncio.wait_for(asking, 5) == ack(90)
+    assert await asyncio.wait_for(asking, LIMIT_S) == ack(90)
     outbox.send(ack(189))
-    assert await asyncio.wait_for(outbox.next(), 5) == ack(189)
+    assert await asyncio.wait_for(outbox.next(), LIMIT_S) == ack(189)
 
 
 @pytest.mark.parametrize("what", ["enough", "more words", "the end"])
@@ -45,6 +46,6 @@ async def test_an_ack_waits_for_nothing_once_there_is_more_to_say(
         outbox.send(transfer_pb2.TransferResponse(completed=completed))
     else:
         outbox.end(None)
-    message = await asyncio.wait_for(asking, 5)
+    message = await asyncio.wait_for(asking, LIMIT_S)
     assert message is not None
     assert message.ack.accepted_bytes == (100 if what == "enough" else 60)

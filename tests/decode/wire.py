@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import threading
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -29,6 +29,7 @@ from pd_grpc.v1 import (
     decode_pb2,
     decode_pb2_grpc,
     inference_pb2_grpc,
+    layout_pb2,
     transfer_pb2,
     transfer_pb2_grpc,
     types_pb2,
@@ -36,7 +37,7 @@ from pd_grpc.v1 import (
 from tests.decode.messages import BLOCK, Request
 from tests.waiting import until
 
-CALL_S = 20.0
+CALL_S = 60.0
 SIM: dict[str, Any] = {
     "name": "d",
     "engine": "sim",
@@ -179,23 +180,33 @@ async def fault_of(call: Any) -> Fault:
 class RawPrefill:
     """A P: raw stubs, and an engine of its own to compute KV with."""
 
-    def __init__(self, wire: Wire, name: str, epoch: int = 10) -> None:
+    def __init__(
+        self,
+        wire: Wire,
+        name: str,
+        epoch: int = 10,
+        shards: Sequence[layout_pb2.Shard] = (),
+    ) -> None:
+        """`shards` are what it says of itself; whatever they are it has all KV."""
         self.wire = wire
         self.instance = types_pb2.Instance(name=name, epoch=epoch, role=types_pb2.ROLE_PREFILL)
         self.channel = grpc.aio.insecure_channel(wire.server.endpoint)
         self.decode = decode_pb2_grpc.DecodeServiceStub(self.channel)
-        self.bulk: grpc.aio.Channel | None = None
+        self.bulk: dict[str, grpc.aio.Channel] = {}
+        self.shards = shards
         self.welcome = decode_pb2.Welcome()
         self.heard: list[decode_pb2.SessionResponse] = []
         self.session: Any = None
-        self.engine = SimEngine(wire.config)
+        self.engine = SimEngine(wire.config.model_copy(update={"tp": 1, "pp": 1}))
         self._listener: asyncio.Task[None] | None = None
 
     async def join(self) -> None:
         """Open a session, and go on listening."""
         self.session = self.decode.Session()
         hello = decode_pb2.Hello(
-            instance=self.instance, layouts=[layout_to_proto(self.engine.layout)]
+            instance=self.instance,
+            layouts=[layout_to_proto(self.engine.layout)],
+            shards=self.shards,
         )
         await self.session.write(decode_pb2.SessionRequest(hello=hello))
         first = await self.session.read()
@@ -214,8 +225,8 @@ class RawPrefill:
             self.session.cancel()
         if self._listener is not None:
             await self._listener
-        if self.bulk is not None:
-            await self.bulk.close(None)
+        for channel in self.bulk.values():
+            await channel.close(None)
         await self.channel.close(None)
 
     def allocate(self, request: Request, timeout_s: float = CALL_S, **fields: Any) -> Any:
@@ -256,12 +267,14 @@ class RawPrefill:
     def _chunks(self, table: list[int]) -> list[transfer_pb2.KvChunk]:
         """The KV layer by layer, at most two blocks at a time."""
         found = []
-        for layer in range(self.engine.layout.groups[0].layers):
+        groups = enumerate(self.engine.layout.groups)
+        for g, layer in [(g, layer) for g, group in groups for layer in range(group.layers)]:
             for start in range(0, len(table), 2):
                 blocks = table[start : start + 2]
-                payload = b"".join(self.engine.memory.read(blocks, 0, layer, 1))
+                payload = b"".join(self.engine.memory.read(blocks, g, layer, 1))
                 found.append(
                     transfer_pb2.KvChunk(
+                        group=g,
                         layer_start=layer,
                         layer_count=1,
                         block_start=start,
@@ -272,13 +285,26 @@ class RawPrefill:
                 )
         return found
 
-    async def open(self, request: Request, grant: decode_pb2.AllocateResponse) -> Any:
+    async def open(
+        self,
+        request: Request,
+        grant: decode_pb2.AllocateResponse,
+        shard: int = 0,
+        sender: layout_pb2.Shard | None = None,
+        sends: layout_pb2.KvPart | None = None,
+    ) -> Any:
         """A Transfer that has been opened; returns the call."""
-        if self.bulk is None:
-            self.bulk = grpc.aio.insecure_channel(grant.shards[0].endpoint)
-        call = transfer_pb2_grpc.TransferServiceStub(self.bulk).Transfer(timeout=CALL_S)
+        endpoint = grant.shards[shard].endpoint
+        if endpoint not in self.bulk:
+            self.bulk[endpoint] = grpc.aio.insecure_channel(endpoint)
+        call = transfer_pb2_grpc.TransferServiceStub(self.bulk[endpoint]).Transfer(timeout=CALL_S)
         message = transfer_pb2.TransferOpen(
-            session_id=self.welcome.session_id, ref=request.ref, grant_id=grant.grant_id
+            session_id=self.welcome.session_id,
+            ref=request.ref,
+            grant_id=grant.grant_id,
+            shard_index=shard,
+            sender=sender,
+            sends=sends,
         )
         await call.write(transfer_pb2.TransferRequest(open=message))
         return call
@@ -288,9 +314,10 @@ class RawPrefill:
         request: Request,
         grant: decode_pb2.AllocateResponse,
         chunks: list[transfer_pb2.KvChunk],
+        **opening: Any,
     ) -> None:
-        """All KV of a grant."""
-        call = await self.open(request, grant)
+        """All KV of a grant, or of one stream of several, `opening` says which."""
+        call = await self.open(request, grant, **opening)
         opened = await call.read()
         assert opened.HasField("opened")
         for chunk in chunks:
