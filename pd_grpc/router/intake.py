@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import secrets
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from pd_grpc.engine.base import Tokenizer
+from pd_grpc.protocol.choices import choice_seed, choices_errors, choices_of, of_one
 from pd_grpc.protocol.faults import Fault, Reason, bad_request
 from pd_grpc.protocol.messages import (
+    lacking_feature,
     sampling_from_proto,
     scope_errors,
     token_errors,
@@ -18,7 +20,7 @@ from pd_grpc.protocol.messages import (
     unbuilt_scope,
 )
 from pd_grpc.protocol.refs import name_errors
-from pd_grpc.protocol.sampling import FieldError, Sampling, sampling_errors
+from pd_grpc.protocol.sampling import FieldError, Sampling, sampling_errors, vocabulary_errors
 from pd_grpc.v1 import inference_pb2, sampling_pb2
 
 T = TypeVar("T")
@@ -41,7 +43,8 @@ class Limits:
 @dataclass(frozen=True)
 class RoutableRequest:
     """A request as both legs carry it. `params` is `sampling` as sent, seed and max_tokens set;
-    `scope` is None where the client sent none."""
+    `scope` is None where the client sent none. It is for `choices` answers, and is itself the one
+    numbered `choice`."""
 
     request_id: str
     token_ids: list[int]
@@ -49,6 +52,16 @@ class RoutableRequest:
     sampling: Sampling
     params: sampling_pb2.SamplingParams
     scope: sampling_pb2.RequestScope | None = None
+    choices: int = 1
+    choice: int = 0
+
+    def of_choice(self, choice: int) -> RoutableRequest:
+        """The same for another choice: with the seed of that one, where there is a seed."""
+        params = of_one(self.params)
+        if params.HasField("seed"):
+            params.seed = choice_seed(params.seed, choice)
+        sampling = replace(self.sampling, seed=params.seed)
+        return replace(self, params=params, sampling=sampling, choice=choice)
 
     @property
     def prompt_tokens(self) -> int:
@@ -66,7 +79,7 @@ def check_shape(request: inference_pb2.GenerateRequest) -> str:
 
     Faults: FEATURE for a reserved field in use, BAD_REQUEST naming every other field that is wrong.
     """
-    unbuilt = unbuilt_sampling(request.sampling) or unbuilt_scope(request.scope)
+    unbuilt = unbuilt_sampling(of_one(request.sampling)) or unbuilt_scope(request.scope)
     if unbuilt is not None:
         text = f"{unbuilt} is reserved and not built"
         raise Fault(Reason.FEATURE, text, {"feature": unbuilt})
@@ -81,6 +94,7 @@ def check_shape(request: inference_pb2.GenerateRequest) -> str:
     # A default max_tokens may shrink or grow; min_tokens is measured against the one that results.
     stand_in = request.sampling.max_tokens or max(1, request.sampling.min_tokens)
     errors += sampling_errors(sampling_from_proto(request.sampling, stand_in))
+    errors += choices_errors(request.sampling)
     if errors:
         raise bad_request(errors)
     assert kind is not None
@@ -156,8 +170,7 @@ def fit(
     if errors:
         raise bad_request(errors)
 
-    params = sampling_pb2.SamplingParams()
-    params.CopyFrom(request.sampling)
+    params = of_one(request.sampling)
     if not params.max_tokens:
         params.max_tokens = min(default_max_tokens, room)
     if params.max_tokens > room:
@@ -165,17 +178,19 @@ def fit(
     if len(generated) >= params.max_tokens:
         text = f"has {len(generated)} tokens, not fewer than max_tokens ({params.max_tokens})"
         raise bad_request([FieldError("generated_token_ids", text)])
-    if params.HasField("logprobs") and "logprobs" not in limits.features:
-        feature = {"feature": "sampling.logprobs"}
-        raise Fault(Reason.FEATURE, "sampling.logprobs: this model has none", feature)
+    feature = lacking_feature(params, limits.features)
+    if feature is not None:
+        text = f"{feature} is not supported by this model"
+        raise Fault(Reason.FEATURE, text, {"feature": feature})
     sampling = sampling_from_proto(params)
     if not sampling.greedy and not params.HasField("seed"):
         params.seed = secrets.randbits(_SEED_BITS)
         sampling = sampling_from_proto(params)
-    if wrong := sampling_errors(sampling):
+    if wrong := sampling_errors(sampling) + vocabulary_errors(sampling, limits.vocab_size):
         raise bad_request(wrong)
     scope = request.scope if request.HasField("scope") else None
-    return RoutableRequest(request_id, list(token_ids), generated, sampling, params, scope)
+    choices = choices_of(request.sampling)
+    return RoutableRequest(request_id, list(token_ids), generated, sampling, params, scope, choices)
 
 
 def _too_large(prompt: int, output: int, total: int) -> Fault:

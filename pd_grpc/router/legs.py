@@ -129,7 +129,7 @@ class AttemptLegs:
         request = self._request
         view = self._routing.discovery.at(target.endpoint)
         message = prefill_pb2.PrefillRequest(
-            ref=types_pb2.TransferRef(transfer_id=self._key.transfer_id, attempt=self._key.attempt),
+            ref=self._key.ref(),
             request_id=request.request_id,
             token_ids=request.token_ids,
             generated_token_ids=self._generated,
@@ -162,8 +162,9 @@ class AttemptLegs:
             message.handoff.ref.decode_epoch = view.epoch
             message.handoff.decode_name = target.name
             message.handoff.prefill_name = prefill.name
-        elif self._key.attempt > FIRST_ATTEMPT:
-            # D knows it by its name alone, and may not have heard of the last attempt's end.
+        elif self._key.attempt > FIRST_ATTEMPT or request.choice:
+            # D knows it by its name alone. It may not have heard of the last attempt's end, and the
+            # name is that of choice 0 too.
             message.request_id = str(self._key)
         call = view.inference.Generate(message, timeout=self._left(), metadata=self._metadata)
         self._decode_calls[leg] = call

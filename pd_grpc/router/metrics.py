@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pd_grpc.protocol.faults import Fault, Reason
 from pd_grpc.router.in_flight import InFlight
-from pd_grpc.router.timing import AnswerTimes
+from pd_grpc.router.timing import RequestTimes
 from pd_grpc.telemetry import names
 from pd_grpc.telemetry.instance_metrics import InstanceMetrics
 from pd_grpc.telemetry.instruments import Instruments
@@ -32,10 +32,11 @@ class RouterMetrics(InstanceMetrics):
         self.stage("route", seconds, fault)
 
     def ended(
-        self, times: AnswerTimes, operation: str, model: str, fault: Fault | None, now: float
+        self, times: RequestTimes, operation: str, model: str, fault: Fault | None, now: float
     ) -> None:
         """A request has ended, by its whole answer, a fault or its client's leaving; `operation` is
-        names.OPERATION_CHAT or OPERATION_COMPLETION."""
+        names.OPERATION_CHAT or OPERATION_COMPLETION. However many choices it has, it is one: its
+        first token is the first of any, and its time for each token their mean."""
         about = {
             names.ATTR_GEN_AI_OPERATION: operation,
             names.ATTR_GEN_AI_PROVIDER: names.PROVIDER,
@@ -46,11 +47,10 @@ class RouterMetrics(InstanceMetrics):
             self.refused(fault)
             error[names.ATTR_ERROR_TYPE] = fault.reason.value
         self._whole.record(now - times.accepted, {**about, **error})
-        if times.first_token_at is None:
+        if (first := times.first) is None or first.first_token_at is None:
             return
-        self._first.record(times.first_token_at - times.accepted, about)
-        if times.second_token_at is not None:
-            self._gap.record(times.second_token_at - times.first_token_at)
-        if times.tokens > 1 and times.last_token_at is not None:
-            spread_s = times.last_token_at - times.first_token_at
-            self._each.record(spread_s / (times.tokens - 1), about)
+        self._first.record(first.first_token_at - times.accepted, about)
+        if first.second_token_at is not None:
+            self._gap.record(first.second_token_at - first.first_token_at)
+        if (per_token_s := times.per_token_s) is not None:
+            self._each.record(per_token_s, about)

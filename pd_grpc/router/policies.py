@@ -96,6 +96,26 @@ def pair(
     return Pairing(prefill_load.ranked(prefill)[0], first, tuple(others))
 
 
+def pair_beside(
+    prefill: Target | None,
+    decode: Target,
+    ready_prefill: Sequence[Target],
+    ready_decode: Sequence[Target],
+    prefill_load: LeastLoad,
+    decode_load: LeastLoad,
+) -> Pairing:
+    """The pair of a request whose prompt these instances know: they themselves, unless one takes no
+    requests any more and another of its role does."""
+    others = [target for target in decode_load.ranked(ready_decode) if target != decode]
+    if decode not in ready_decode and others:
+        decode, *others = others
+    if prefill is None:
+        return Pairing(None, decode)
+    if prefill not in ready_prefill and ready_prefill:
+        prefill = prefill_load.ranked(ready_prefill)[0]
+    return Pairing(prefill, decode, tuple(others))
+
+
 def no_instance(role: str) -> Fault:
     """No instance of a role takes requests."""
     return Fault(Reason.NO_INSTANCE, f"no {role} instance is ready", {"role": role})

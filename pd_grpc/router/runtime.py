@@ -8,20 +8,20 @@ from typing import Any
 
 from opentelemetry.trace import Span
 
-from pd_grpc.engine.stopping import Finish as How
-from pd_grpc.engine.stopping import StopRule
 from pd_grpc.protocol.failures import ROUTER_METADATA
 from pd_grpc.protocol.faults import Fault, Reason
 from pd_grpc.protocol.messages import duration
 from pd_grpc.protocol.refs import TransferKey, mint_id
+from pd_grpc.router.elsewhere import Elsewhere
 from pd_grpc.router.intake import RoutableRequest
 from pd_grpc.router.legs import AttemptLegs
-from pd_grpc.router.machine import INSTANCE, Fail, Finish, Leg, RoutingTimes
+from pd_grpc.router.machine import INSTANCE, Fail, Finish, RoutingTimes
 from pd_grpc.router.machine import Action as AttemptAction
 from pd_grpc.router.outbox import Outbox
 from pd_grpc.router.policies import Pairing
 from pd_grpc.router.recovery import FIRST_ATTEMPT, Action, Begin, RecoveringRequest, Seek
 from pd_grpc.router.routing import Routing
+from pd_grpc.router.spans import of_recovery
 from pd_grpc.router.suspects import Blame
 from pd_grpc.router.timing import AnswerTimes
 from pd_grpc.telemetry import names
@@ -45,7 +45,9 @@ class RoutedCall:
         budget_ends: float,
         span: Span,
         tracing: Tracing,
+        on_change: Callable[[], None] = lambda: None,
     ) -> None:
+        """`on_change` is told whenever the request may stand otherwise than before."""
         config = routing.config
         context = Tracing.context(span)
         self._transfer_id = mint_id("t")
@@ -62,17 +64,20 @@ class RoutedCall:
             budget_ends,
             FIRST_ATTEMPT,
         )
+        self._elsewhere = Elsewhere(routing, request, self._machine)
         self._outbox = Outbox(routing.tokenizer, request.sampling, request.generated)
         self._output = list(request.generated)
         self._attempt_began_with = len(self._output)
         self._wake = asyncio.Event()
+        self._on_change = on_change
         self._timer: asyncio.TimerHandle | None = None
         self._tasks: set[asyncio.Task[None]] = set()
         self._watching = False
         self._legs = self._new_legs()
         self._last: inference_pb2.GenerateResponse | None = None
         self._named = False
-        self._fault: Fault | None = None
+        self.fault: Fault | None = None
+        """What it has failed with."""
         self._state = types_pb2.TRANSFER_STATE_ROUTED
         self._since = times.accepted
         self._on_routed: Callable[[float], None] = lambda at: None
@@ -83,9 +88,14 @@ class RoutedCall:
         return TransferKey(self._transfer_id, self._machine.attempt)
 
     @property
-    def state(self) -> types_pb2.TransferState:
-        """ROUTED, STREAMING, or how it ended."""
-        return self._state
+    def finished(self) -> bool:
+        """Whether the answer is whole."""
+        return self._state == types_pb2.TRANSFER_STATE_FINISHED
+
+    @property
+    def machine(self) -> RecoveringRequest:
+        """Its rules, to be looked at."""
+        return self._machine
 
     # --- for the handler --------------------------------------------------------------------------
 
@@ -101,31 +111,43 @@ class RoutedCall:
 
         Fault when the request has failed; tokens that came before are given out first.
         """
-        while not (self._outbox or self._machine.ended):
+        while not self.has_message:
+            if self.fault is not None:
+                raise self.fault
+            if self._machine.ended:
+                return None
             self._wake.clear()
             await self._wake.wait()
-        if not self._outbox:
-            if self._fault is not None:
-                raise self._fault
-            if self._last is None:
-                return None
+        return self.take()
+
+    @property
+    def has_message(self) -> bool:
+        """Whether there is something to `take`."""
+        return bool(self._outbox) or (self.finished and self._last is not None)
+
+    def take(self) -> inference_pb2.GenerateResponse:
+        """What `next_message` returns, if `has_message`."""
         message = self._outbox.take()
         if not self._named:
             self._named, message.request_id = True, self._request.request_id
-        if self._machine.ended and self._fault is None and not self._outbox:
+        if self.finished and not self._outbox:
             last, self._last = self._last, None
             if last is not None:
                 self._complete(message, last)
         return message
 
+    def leave(self) -> None:
+        """End it without a word, unless it has ended. What has come may still be taken."""
+        self._perform(self._machine.on_client_gone(self._now()))
+
     async def close(self) -> None:
         """End whatever is still open; returns when no task of the request is left."""
-        self._perform(self._machine.on_client_gone(self._now()))
+        self.leave()
         self._span.set_attributes({**self._pair(), names.ATTR_OUTPUT_TOKENS: self._times.tokens})
         if self._timer is not None:
             self._timer.cancel()
         try:
-            if self._state == types_pb2.TRANSFER_STATE_FINISHED:
+            if self.finished:
                 await self._legs.statuses()
         finally:
             await self._let_go()
@@ -151,7 +173,7 @@ class RoutedCall:
         now, pairing = self._now(), self._machine.pairing
         names = [t.name for t in (pairing.prefill, self._machine.decode) if t is not None]
         info = admin_pb2.TransferInfo(
-            ref=types_pb2.TransferRef(transfer_id=self.key.transfer_id, attempt=self.key.attempt),
+            ref=self.key.ref(),
             request_id=self._request.request_id,
             state=self._state,
             age=duration(now - self._times.accepted),
@@ -160,8 +182,8 @@ class RoutedCall:
             prompt_tokens=len(self._request.token_ids),
             generated_tokens=len(self._request.generated) + self._machine.tokens,
         )
-        if self._fault is not None:
-            info.last_error.CopyFrom(self._fault.status())
+        if self.fault is not None:
+            info.last_error.CopyFrom(self.fault.status())
         if not self._machine.ended:
             info.holder = "the client's stream"
             stage = f"stage '{self._machine.stage}'"
@@ -199,7 +221,7 @@ class RoutedCall:
                     self._outbox.close()
                     self._state_is(types_pb2.TRANSFER_STATE_FINISHED)
                 case Fail(fault):
-                    self._fault = fault
+                    self.fault = fault
                     released = fault.reason is Reason.RELEASED
                     failed = types_pb2.TRANSFER_STATE_FAILED
                     self._state_is(types_pb2.TRANSFER_STATE_RELEASED if released else failed)
@@ -207,6 +229,7 @@ class RoutedCall:
                     self._legs.perform(action)
         if actions:
             self._wake.set()
+            self._on_change()
         self._set_timer()
 
     def _new_legs(self) -> AttemptLegs:
@@ -225,14 +248,8 @@ class RoutedCall:
         self._legs = self._new_legs()
         self._attempt_began_with = len(self._output)
         self._span.set_attribute(names.ATTR_ATTEMPT, begin.attempt)
-        told = {
-            names.ATTR_ATTEMPT: begin.attempt,
-            names.ATTR_RECOVERY: begin.kind.value,
-            names.ATTR_ERROR_TYPE: begin.fault.reason.value,
-            names.ATTR_PEER: begin.fault.metadata.get(INSTANCE, ""),
-        }
         self._span.set_attributes(self._pair())
-        self._tracing.event(self._span, names.EVENT_RECOVERY, attributes=told)
+        self._tracing.event(self._span, names.EVENT_RECOVERY, attributes=of_recovery(begin))
         text = f"{begin.kind.value} elsewhere: {begin.fault.message}"
         self._note(Event.REQUEST_ELSEWHERE, text, begin.fault)
         self._routing.in_flight.changed(self)
@@ -245,38 +262,21 @@ class RoutedCall:
 
     def _seek(self, blame: Blame) -> None:
         machine, now = self._machine, self._now()
-        if (finish := self._end_of_answer()) is not None:
+        if (finish := self._elsewhere.end_of_answer(self._output)) is not None:
             usage = types_pb2.Usage(
                 prompt_tokens=len(self._request.token_ids), completion_tokens=len(self._output)
             )
             self._last = inference_pb2.GenerateResponse(finish_reason=finish.wire, usage=usage)
             self._perform(machine.on_whole(now))
             return
-        routing = self._routing
-        discovery = routing.discovery
-        pairing = machine.suspects.another_pair(
-            blame,
-            discovery.ready(types_pb2.ROLE_PREFILL),
-            discovery.ready(types_pb2.ROLE_DECODE),
-            routing.prefill_load,
-            routing.decode_load,
-            routing.config.aggregated,
-        )
+        pairing = self._elsewhere.another_pair(blame)
         if pairing is not None:
             self._perform(machine.on_pairing(pairing, now))
             return
-        self._perform(machine.on_nowhere(self._others_out_of_reach(blame), now))
+        self._perform(machine.on_nowhere(self._elsewhere.out_of_reach(blame), now))
         if machine.waiting and not self._watching:
             self._watching = True
             self.spawn(self._watch_instances())
-
-    def _others_out_of_reach(self, blame: Blame) -> bool:
-        """Whether an instance that could be tried in place of one to blame is gone just now."""
-        pairing, discovery = self._machine.pairing, self._routing.discovery
-        found = Leg.DECODE in blame and discovery.others_out_of_reach(self._machine.decode)
-        if Leg.PREFILL in blame and pairing.prefill is not None:
-            found = found or discovery.others_out_of_reach(pairing.prefill)
-        return found
 
     async def _watch_instances(self) -> None:
         while True:
@@ -285,15 +285,6 @@ class RoutedCall:
                 break
             await self._routing.discovery.changed()
         self._watching = False
-
-    def _end_of_answer(self) -> How | None:
-        """How the answer ended, when its last token came and only the word of its end was lost."""
-        model = self._routing.discovery.at(self._machine.decode.endpoint).model
-        eos = model.eos_token_ids if model is not None else ()
-        request = self._request
-        rule = StopRule(request.sampling, eos, self._routing.tokenizer, request.generated)
-        ends = (rule.push(token) for token in self._output[len(request.generated) :])
-        return next((end for end in ends if end is not None), None)
 
     def _on_timer(self) -> None:
         self._timer = None
@@ -307,6 +298,7 @@ class RoutedCall:
     def took(self, actions: list[AttemptAction]) -> None:
         """See `legs.Call`."""
         self._perform(self._machine.after(actions, self._now()))
+        self._on_change()
 
     def came(self, message: inference_pb2.GenerateResponse) -> None:
         """See `legs.Call`."""

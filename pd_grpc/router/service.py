@@ -19,13 +19,15 @@ from pd_grpc.protocol import rpc
 from pd_grpc.protocol.failures import FailureLog
 from pd_grpc.protocol.faults import Fault, Reason, code_and_reason, stage_deadline
 from pd_grpc.protocol.refs import mint_id
+from pd_grpc.router.fan_out import FanOut
 from pd_grpc.router.intake import RoutableRequest, check_shape, fit, tokenize
 from pd_grpc.router.machine import INSTANCE
 from pd_grpc.router.metrics import RouterMetrics
 from pd_grpc.router.policies import pair
 from pd_grpc.router.routing import Routing
 from pd_grpc.router.runtime import RoutedCall
-from pd_grpc.router.timing import AnswerTimes
+from pd_grpc.router.spans import name_transfer
+from pd_grpc.router.timing import RequestTimes
 from pd_grpc.telemetry import names
 from pd_grpc.telemetry.tracing import (
     Tracing,
@@ -92,7 +94,7 @@ class RouterService(inference_pb2_grpc.InferenceServiceServicer):
             at=accepted,
             attributes={names.ATTR_REQUEST_ID: request_id},
         )
-        times = AnswerTimes(accepted)
+        times = RequestTimes(accepted)
         fault: Fault | None = _DEFECT
         try:
             if self.draining:
@@ -124,7 +126,7 @@ class RouterService(inference_pb2_grpc.InferenceServiceServicer):
         self,
         request: inference_pb2.GenerateRequest,
         request_id: str,
-        times: AnswerTimes,
+        times: RequestTimes,
         budget_ends: float,
         span: Span,
         write: Write,
@@ -144,13 +146,13 @@ class RouterService(inference_pb2_grpc.InferenceServiceServicer):
                 config.aggregated,
             )
             self._metrics.decided(disaggregated=pairing.prefill is not None, why="configuration")
-            call = RoutedCall(routing, routable, pairing, times, budget_ends, span, tracing)
-            identity: dict[str, str | int] = {
-                names.ATTR_TRANSFER_ID: call.key.transfer_id,
-                names.ATTR_ATTEMPT: call.key.attempt,
-            }
-            for each in (span, route):
-                each.set_attributes(identity)
+            call: RoutedCall | FanOut
+            if routable.choices > 1:
+                call = FanOut(routing, routable, pairing, times, budget_ends, span, tracing)
+            else:
+                one = times.another()
+                call = RoutedCall(routing, routable, pairing, one, budget_ends, span, tracing)
+                name_transfer(call.key, span, route)
             span.set_attribute(names.ATTR_PROMPT_TOKENS, routable.prompt_tokens)
             fault = None
         except Fault as raised:
@@ -172,7 +174,7 @@ class RouterService(inference_pb2_grpc.InferenceServiceServicer):
             if times.routed is None:
                 self._routed(route, times, routing.clock.now(), _CLIENT_GONE)
 
-    def _routed(self, route: Span, times: AnswerTimes, at: float, fault: Fault | None) -> None:
+    def _routed(self, route: Span, times: RequestTimes, at: float, fault: Fault | None) -> None:
         """Routing is over, by what span and metric say alike."""
         self._tracing.end(route, at=at, error=code_and_reason(fault))
         self._metrics.routed(at - times.accepted, fault)
@@ -229,6 +231,6 @@ def _operation(request: inference_pb2.GenerateRequest) -> str:
     return names.OPERATION_CHAT if chat else names.OPERATION_COMPLETION
 
 
-async def _write_all(call: RoutedCall, write: Write) -> None:
+async def _write_all(call: RoutedCall | FanOut, write: Write) -> None:
     while (message := await call.next_message()) is not None:
         await write(message)

@@ -28,6 +28,7 @@ from pd_grpc.v1 import (
     types_pb2,
 )
 from tests.router.scripted import Scripted
+from tests.waiting import LIMIT_S
 
 VOCAB = 32000
 
@@ -87,9 +88,17 @@ async def site() -> AsyncIterator[Site]:
         yield served
 
 
+@pytest.fixture
+async def early_site() -> AsyncIterator[Site]:
+    """One that answers two seconds before a request's time is over: none of them is lost to a busy
+    machine, whose client would end the request itself."""
+    async with sited(SimTokenizer(VOCAB), hop_margin_s=2.0) as served:
+        yield served
+
+
 @asynccontextmanager
-async def sited(tokenizer: Tokenizer) -> AsyncIterator[Site]:
-    """A site whose router has this tokenizer."""
+async def sited(tokenizer: Tokenizer, **fields: Any) -> AsyncIterator[Site]:
+    """A site whose router has this tokenizer and these settings."""
     p = Scripted(types_pb2.ROLE_PREFILL, "p1")
     d1 = Scripted(types_pb2.ROLE_DECODE, "d1")
     d2 = Scripted(types_pb2.ROLE_DECODE, "d2")
@@ -97,9 +106,9 @@ async def sited(tokenizer: Tokenizer) -> AsyncIterator[Site]:
         await instance.start()
     provider, spans = TracerProvider(), InMemorySpanExporter()
     provider.add_span_processor(SimpleSpanProcessor(spans))
-    config = config_for(p, d1, d2)
+    config = config_for(p, d1, d2, **fields)
     router = await start_router(config, tokenizer, tracer_provider=provider)
-    await asyncio.wait_for(until_all_ready(router), 10)
+    await asyncio.wait_for(until_all_ready(router), LIMIT_S)
     try:
         async with grpc.aio.insecure_channel(router.endpoint) as channel:
             yield Site(
@@ -111,7 +120,7 @@ async def sited(tokenizer: Tokenizer) -> AsyncIterator[Site]:
                 admin_pb2_grpc.AdminServiceStub(channel),
                 spans,
             )
-        await asyncio.wait_for(router.in_flight.idle(), 5)
+        await asyncio.wait_for(router.in_flight.idle(), LIMIT_S)
         assert not router.in_flight.running(), "a request is still in flight"
         loads = [router.routing.prefill_load, router.routing.decode_load]
         endpoints = [instance.endpoint for instance in (p, d1, d2)]

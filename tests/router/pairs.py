@@ -29,6 +29,7 @@ from pd_grpc.v1 import (
 from tests.router.answers import TEXT, hand_over, rest_of
 from tests.router.conftest import VOCAB, until_all_ready
 from tests.router.scripted import Script, Scripted, last, never, tokens
+from tests.waiting import LIMIT_S
 
 STUCK = Fault(Reason.ENGINE_STUCK, "the engine has stopped")
 
@@ -53,7 +54,7 @@ class Pairs:
         return self.stub.Generate(inference_pb2.GenerateRequest(token_ids=prompt, **fields))
 
     async def answer(self, **fields: Any) -> list[inference_pb2.GenerateResponse]:
-        return await asyncio.wait_for(rest_of(self.ask(**fields)), 10)
+        return await asyncio.wait_for(rest_of(self.ask(**fields)), LIMIT_S)
 
     def counted(self, metric: str) -> dict[str, float]:
         """A counter's values by reason, of the reasons that have come up."""
@@ -93,13 +94,13 @@ async def pairs(**settings: Any) -> AsyncIterator[Pairs]:
         tracer_provider=provider,
         meter_provider=MeterProvider([metrics]),
     )
-    await asyncio.wait_for(until_all_ready(router), 10)
+    await asyncio.wait_for(until_all_ready(router), LIMIT_S)
     try:
         async with grpc.aio.insecure_channel(router.endpoint) as channel:
             stub = inference_pb2_grpc.InferenceServiceStub(channel)
             admin = admin_pb2_grpc.AdminServiceStub(channel)
             yield Pairs(router, p1, p2, d1, d2, stub, admin, spans, metrics)
-        await asyncio.wait_for(router.in_flight.idle(), 5)
+        await asyncio.wait_for(router.in_flight.idle(), LIMIT_S)
         assert not router.in_flight.running(), "a request is still in flight"
         loads = [router.routing.prefill_load, router.routing.decode_load]
         held = {load.in_flight(i.endpoint) for load in loads for i in instances}

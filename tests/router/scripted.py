@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
+from pd_grpc.conformance.sampling_values import FEATURES
 from pd_grpc.protocol import rpc
 from pd_grpc.protocol.admin import AdminService, ChangeFeed
 from pd_grpc.protocol.config import ServerConfig
@@ -43,7 +44,7 @@ class Scripted(
         admin_pb2_grpc.add_AdminServiceServicer_to_server(AdminService(self, ChangeFeed()), server)
         self.instance = types_pb2.Instance(name=name, epoch=7, role=role)
         self.model = inference_pb2.GetModelInfoResponse(
-            model="scripted", max_model_len=1000, vocab_size=32000, features=["logprobs"]
+            model="scripted", max_model_len=1000, vocab_size=32000, features=[*FEATURES]
         )
         self.requests: list[Any] = []
         self.metadata: list[dict[str, str]] = []

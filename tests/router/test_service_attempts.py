@@ -13,7 +13,7 @@ from pd_grpc.v1 import admin_pb2
 from tests.router.answers import until_ready
 from tests.router.pairs import STUCK, Pairs, go_on, go_on_elsewhere, pairs, saying, text_of
 from tests.router.scripted import handed_off
-from tests.waiting import until
+from tests.waiting import LIMIT_S, until
 
 
 async def test_a_decode_alone_knows_each_attempt_by_a_name_of_its_own() -> None:
@@ -61,12 +61,12 @@ async def test_an_operator_sees_that_a_request_waits_for_another_instance(
 ) -> None:
     async with pairs(retry_wait_s=60.0) as site:
         await site.d2.stop()
-        await asyncio.wait_for(until_ready(site.router, "d2", False), 5)
+        await asyncio.wait_for(until_ready(site.router, "d2", False), LIMIT_S)
         stuck = Fault(Reason.ENGINE_STUCK, "the engine has stopped", retry_after_s=again_s)
         go_on_elsewhere(site, saying(2, stuck))
         call = site.ask()
         await call.read()
-        info = await asyncio.wait_for(_seen_elsewhere_than_in_a_stage(site), 5)
+        info = await asyncio.wait_for(_seen_elsewhere_than_in_a_stage(site), LIMIT_S)
         assert (info.waits_for, info.next_timer) == ("another instance", timer)
         assert 0 < info.next_timer_in.seconds < 60
         call.cancel()

@@ -26,7 +26,7 @@ from tests.router.answers import (
 )
 from tests.router.conftest import VOCAB, Site, sited
 from tests.router.scripted import Scripted, handed_off, last, never, placing, refusing, tokens
-from tests.waiting import until
+from tests.waiting import LIMIT_S, until
 
 
 async def test_prefills_refusal_reaches_the_client_and_ends_the_decode_leg(site: Site) -> None:
@@ -35,7 +35,7 @@ async def test_prefills_refusal_reaches_the_client_and_ends_the_decode_leg(site:
     fault = await site.fault()
     assert (fault.code, fault.reason) == (Code.RESOURCE_EXHAUSTED, Reason.NO_BLOCKS)
     assert fault.retry_after_s == 1.5
-    await asyncio.wait_for(site.d1.left.wait(), 5)
+    await asyncio.wait_for(site.d1.left.wait(), LIMIT_S)
 
 
 async def test_a_fault_between_the_instances_has_the_code_meant_for_clients(site: Site) -> None:
@@ -62,13 +62,13 @@ async def test_tokens_that_came_before_the_failure_are_given_out_before_it(site:
 
 async def test_decode_lost_in_mid_answer_with_nobody_else_is_told_at_once(site: Site) -> None:
     site.d2.control.set_ready(False, "the test wants it so")
-    await asyncio.wait_for(until_ready(site.router, "d2", False), 5)
+    await asyncio.wait_for(until_ready(site.router, "d2", False), LIMIT_S)
     site.p.script, site.d1.script = hand_over, one_token_then_silence
     call = site.generate()
     await call.read()
     await site.d1.stop()
     with pytest.raises(grpc.aio.AioRpcError) as raised:
-        await asyncio.wait_for(call.read(), 2)
+        await asyncio.wait_for(call.read(), LIMIT_S)
     assert raised.value.code() is grpc.StatusCode.UNAVAILABLE
     assert "DECODE_LOST" in str(raised.value.trailing_metadata())
 
@@ -76,11 +76,11 @@ async def test_decode_lost_in_mid_answer_with_nobody_else_is_told_at_once(site: 
 async def test_prefill_lost_and_decode_silent_is_told_within_two_seconds(site: Site) -> None:
     site.p.script, site.d1.script = silence, silence
     failing = asyncio.create_task(site.fault())
-    await asyncio.wait_for(site.p.came.wait(), 5)
+    await asyncio.wait_for(site.p.came.wait(), LIMIT_S)
     await site.p.stop()
-    fault = await asyncio.wait_for(failing, 2)
+    fault = await asyncio.wait_for(failing, LIMIT_S)
     assert (fault.code, fault.reason) == (Code.UNAVAILABLE, Reason.PREFILL_LOST)
-    await asyncio.wait_for(site.d1.left.wait(), 5)
+    await asyncio.wait_for(site.d1.left.wait(), LIMIT_S)
 
 
 async def test_prefill_lost_after_the_hand_off_harms_no_answer(site: Site) -> None:
@@ -101,7 +101,7 @@ async def test_prefill_lost_after_the_hand_off_harms_no_answer(site: Site) -> No
     done, _ = await asyncio.wait([waiting], timeout=1)  # well beyond grace and settle
     assert not done
     go_on.set()
-    message = await asyncio.wait_for(waiting, 5)
+    message = await asyncio.wait_for(waiting, LIMIT_S)
     assert message.finish_reason == types_pb2.FINISH_REASON_LENGTH
 
 
@@ -122,7 +122,7 @@ async def test_a_p_that_finds_a_d_mistaken_is_not_suspected_itself(site: Site) -
 async def test_placing_moves_the_decode_leg(site: Site) -> None:
     async def place(request: Any) -> AsyncIterator[Any]:
         yield placing(site.d2)
-        await asyncio.wait_for(site.d1.left.wait(), 5)
+        await asyncio.wait_for(site.d1.left.wait(), LIMIT_S)
         yield handed_off()
 
     site.p.script, site.d1.script, site.d2.script = place, silence, say_hello
@@ -138,7 +138,7 @@ async def test_a_client_that_cancels_ends_both_legs_at_once(site: Site) -> None:
     call = site.generate()
     await call.read()
     call.cancel()
-    await asyncio.wait_for(asyncio.gather(site.p.left.wait(), site.d1.left.wait()), 2)
+    await asyncio.wait_for(asyncio.gather(site.p.left.wait(), site.d1.left.wait()), LIMIT_S)
 
 
 async def test_a_client_that_vanishes_ends_both_legs_at_once(site: Site) -> None:
@@ -150,10 +150,12 @@ async def test_a_client_that_vanishes_ends_both_legs_at_once(site: Site) -> None
             )
         )
         await call.read()
-    await asyncio.wait_for(asyncio.gather(site.p.left.wait(), site.d1.left.wait()), 2)
+    await asyncio.wait_for(asyncio.gather(site.p.left.wait(), site.d1.left.wait()), LIMIT_S)
 
 
-async def test_the_answer_to_a_deadline_comes_before_it_with_the_stage(site: Site) -> None:
+async def test_the_answer_to_a_deadline_comes_before_it_with_the_stage(early_site: Site) -> None:
+    site = early_site
+
     async def queue(request: Any) -> AsyncIterator[Any]:
         message = handed_off()
         message.queued.ahead = 3
@@ -161,10 +163,10 @@ async def test_the_answer_to_a_deadline_comes_before_it_with_the_stage(site: Sit
         await never()
 
     site.p.script, site.d1.script = queue, silence
-    fault = await site.fault(timeout=0.6)
+    fault = await site.fault(timeout=4.0)
     assert fault.reason is Reason.STAGE_DEADLINE
     assert fault.metadata["stage"] == "queue"
-    await asyncio.wait_for(asyncio.gather(site.p.left.wait(), site.d1.left.wait()), 2)
+    await asyncio.wait_for(asyncio.gather(site.p.left.wait(), site.d1.left.wait()), LIMIT_S)
 
 
 async def test_the_legs_have_what_is_left_of_the_clients_deadline(site: Site) -> None:
@@ -187,9 +189,9 @@ async def test_a_leg_that_cannot_be_opened_fails_its_request_alone(site: Site, l
     site.p.script = site.d1.script = silence
     instance = site.p if leg == "prefill" else site.d1
     async with unusable(site, instance, leg):
-        fault = await asyncio.wait_for(site.fault(), 5)
+        fault = await asyncio.wait_for(site.fault(), LIMIT_S)
         assert (fault.code, fault.reason) == (Code.INTERNAL, Reason.ENGINE_ERROR)
-        await asyncio.wait_for(site.router.in_flight.idle(), 5)
+        await asyncio.wait_for(site.router.in_flight.idle(), LIMIT_S)
     hello(site)
     assert await site.answer()
 
@@ -199,11 +201,11 @@ async def test_a_leg_that_cannot_be_opened_again_fails_its_request(site: Site) -
     site.d1.script = site.d2.script = silence
     site.p.script = refusing(Fault(Reason.DECODE_LOST, "not now", retry_after_s=0.1))
     site.d2.control.set_ready(False, "the test wants it so")
-    await asyncio.wait_for(until_ready(site.router, "d2", False), 5)
+    await asyncio.wait_for(until_ready(site.router, "d2", False), LIMIT_S)
     failing = asyncio.create_task(site.fault())
     await until(lambda: bool(site.p.requests))
     async with unusable(site, site.p, "prefill"):
-        fault = await asyncio.wait_for(failing, 5)
+        fault = await asyncio.wait_for(failing, LIMIT_S)
     assert (fault.code, fault.reason) == (Code.INTERNAL, Reason.ENGINE_ERROR)
 
 

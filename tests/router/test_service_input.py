@@ -10,6 +10,7 @@ import grpc
 import grpc.aio
 import pytest
 
+from pd_grpc.conformance.sampling_values import FEATURES
 from pd_grpc.protocol.faults import Code, Reason
 from pd_grpc.v1 import inference_pb2, sampling_pb2, types_pb2
 from tests.router.answers import (
@@ -22,6 +23,7 @@ from tests.router.answers import (
 )
 from tests.router.conftest import VOCAB, Site
 from tests.router.scripted import last, tokens
+from tests.waiting import LIMIT_S
 
 
 @pytest.mark.parametrize(
@@ -125,8 +127,10 @@ async def test_prompt_and_output_beyond_the_model_name_what_is_needed_and_what_t
     ("fields", "feature"),
     [
         ({"scope": sampling_pb2.RequestScope(adapter="lora")}, "scope.adapter"),
-        ({"sampling": sampling_pb2.SamplingParams(min_p=0.1)}, "sampling.min_p"),
-        ({"sampling": sampling_pb2.SamplingParams(n=2)}, "sampling.n"),
+        (
+            {"sampling": sampling_pb2.SamplingParams(prompt_logprobs=True)},
+            "sampling.prompt_logprobs",
+        ),
     ],
 )
 async def test_a_field_reserved_but_not_built_is_refused(
@@ -137,14 +141,15 @@ async def test_a_field_reserved_but_not_built_is_refused(
     assert fault.metadata["feature"] == feature
 
 
-async def test_log_probabilities_are_refused_where_an_instance_has_none(site: Site) -> None:
+async def test_what_one_instance_has_not_is_refused_by_name(site: Site) -> None:
     del site.d2.model.features[:]
     site.d2.control.set_ready(False)
-    await asyncio.wait_for(until_ready(site.router, "d2", False), 5)
+    await asyncio.wait_for(until_ready(site.router, "d2", False), LIMIT_S)
     site.d2.control.set_ready(True)
-    await asyncio.wait_for(until_ready(site.router, "d2", True), 5)
-    fault = await site.fault(sampling=sampling_pb2.SamplingParams(logprobs=1))
-    assert (fault.reason, fault.metadata["feature"]) == (Reason.FEATURE, "sampling.logprobs")
+    await asyncio.wait_for(until_ready(site.router, "d2", True), LIMIT_S)
+    for field, value in FEATURES.items():
+        fault = await site.fault(sampling=sampling_pb2.SamplingParams(**{field: value}))
+        assert (fault.reason, fault.metadata["feature"]) == (Reason.FEATURE, f"sampling.{field}")
 
 
 async def test_a_second_request_of_one_name_is_refused_and_the_first_unharmed(site: Site) -> None:

@@ -37,7 +37,7 @@ from tests.router.answers import (
 from tests.router.conftest import VOCAB, Site, sited
 from tests.router.pairs import pairs
 from tests.router.scripted import Scripted, handed_off, last, refusing, tokens
-from tests.waiting import until
+from tests.waiting import LIMIT_S, until
 
 # --- instances ------------------------------------------------------------------------------------
 
@@ -45,7 +45,7 @@ from tests.waiting import until
 async def test_an_instance_that_is_not_ready_gets_nothing(site: Site) -> None:
     hello(site)
     site.d1.control.set_ready(False)
-    await asyncio.wait_for(until_ready(site.router, "d1", False), 5)
+    await asyncio.wait_for(until_ready(site.router, "d1", False), LIMIT_S)
     await site.answer()
     await site.answer()
     assert (len(site.d1.requests), len(site.d2.requests)) == (0, 2)
@@ -53,7 +53,7 @@ async def test_an_instance_that_is_not_ready_gets_nothing(site: Site) -> None:
 
 async def test_without_an_instance_of_a_role_the_fault_names_it(site: Site) -> None:
     site.p.control.set_ready(False)
-    await asyncio.wait_for(until_ready(site.router, "p1", False), 5)
+    await asyncio.wait_for(until_ready(site.router, "p1", False), LIMIT_S)
     fault = await site.fault()
     assert (fault.code, fault.reason) == (Code.UNAVAILABLE, Reason.NO_INSTANCE)
     assert fault.metadata["role"] == "prefill"
@@ -62,9 +62,9 @@ async def test_without_an_instance_of_a_role_the_fault_names_it(site: Site) -> N
 async def test_what_is_served_is_told_with_the_least_of_everyones_limits(site: Site) -> None:
     site.d2.model.max_model_len = 500
     site.d2.control.set_ready(False)
-    await asyncio.wait_for(until_ready(site.router, "d2", False), 5)
+    await asyncio.wait_for(until_ready(site.router, "d2", False), LIMIT_S)
     site.d2.control.set_ready(True)
-    await asyncio.wait_for(until_ready(site.router, "d2", True), 5)
+    await asyncio.wait_for(until_ready(site.router, "d2", True), LIMIT_S)
     info = await site.stub.GetModelInfo(inference_pb2.GetModelInfoRequest())
     assert (info.model, info.max_model_len, info.vocab_size) == ("scripted", 500, VOCAB)
     assert not info.HasField("layout")
@@ -75,13 +75,13 @@ async def test_an_instance_that_was_replaced_is_met_under_its_new_epoch(site: Si
 
     hello(site)
     site.d2.control.set_ready(False)
-    await asyncio.wait_for(until_ready(site.router, "d2", False), 5)
+    await asyncio.wait_for(until_ready(site.router, "d2", False), LIMIT_S)
     site.p.script = silence
     site.d1.script = refusing(Fault(Reason.STALE_EPOCH, "epoch 8 serves here"))
     site.d1.instance.epoch = 8
     fault = await site.fault()
     assert (fault.code, fault.reason) == (Code.UNAVAILABLE, Reason.STALE_EPOCH)
-    await asyncio.wait_for(until_ready(site.router, "d1", True), 5)
+    await asyncio.wait_for(until_ready(site.router, "d1", True), LIMIT_S)
     hello(site)
     await site.answer()
     assert site.d1.requests[-1].handoff.ref.decode_epoch == 8
@@ -103,7 +103,7 @@ async def test_an_instance_of_another_role_is_asked_again_at_least_so_often() ->
     )
     router = await start_router(config, SimTokenizer(VOCAB))
     try:
-        await until(lambda: wrong.asked >= 20, 5)
+        await until(lambda: wrong.asked >= 20)
         assert not router.ready
     finally:
         await router.stop()
@@ -129,7 +129,7 @@ async def test_an_operator_sees_the_requests_in_flight_and_may_end_one(site: Sit
         await call.read()
     assert raised.value.code() is grpc.StatusCode.ABORTED
     assert "enough" in (raised.value.details() or "")
-    await asyncio.wait_for(asyncio.gather(site.p.left.wait(), site.d1.left.wait()), 2)
+    await asyncio.wait_for(asyncio.gather(site.p.left.wait(), site.d1.left.wait()), LIMIT_S)
     ended = await site.admin.GetTransfer(
         admin_pb2.GetTransferRequest(transfer_id=info.ref.transfer_id)
     )
@@ -188,28 +188,28 @@ async def test_a_draining_router_refuses_what_is_new_and_finishes_what_runs(site
     assert (fault.code, fault.reason) == (Code.UNAVAILABLE, Reason.DRAINING)
     go_on.set()
     assert (await rest_of(running))[-1].finish_reason == types_pb2.FINISH_REASON_LENGTH
-    await asyncio.wait_for(site.router.drained(), 5)
+    await asyncio.wait_for(site.router.drained(), LIMIT_S)
 
 
 async def test_what_runs_when_the_drains_time_is_over_fails_with_draining(site: Site) -> None:
     site.p.script, site.d1.script = silence, silence
     failing = asyncio.create_task(site.fault())
-    await asyncio.wait_for(asyncio.gather(site.p.came.wait(), site.d1.came.wait()), 5)
+    await asyncio.wait_for(asyncio.gather(site.p.came.wait(), site.d1.came.wait()), LIMIT_S)
     answer = await site.admin.Drain(admin_pb2.DrainRequest(deadline=duration(0)))
     assert answer.transfers == 1
-    fault = await asyncio.wait_for(failing, 5)
+    fault = await asyncio.wait_for(failing, LIMIT_S)
     assert (fault.code, fault.reason) == (Code.UNAVAILABLE, Reason.DRAINING)
-    await asyncio.wait_for(asyncio.gather(site.p.left.wait(), site.d1.left.wait()), 5)
-    await asyncio.wait_for(site.router.drained(), 5)
+    await asyncio.wait_for(asyncio.gather(site.p.left.wait(), site.d1.left.wait()), LIMIT_S)
+    await asyncio.wait_for(site.router.drained(), LIMIT_S)
 
 
 async def test_a_stop_cuts_a_drain_short_and_says_so_to_what_runs(site: Site) -> None:
     site.p.script, site.d1.script = silence, silence
     failing = asyncio.create_task(site.fault())
-    await asyncio.wait_for(asyncio.gather(site.p.came.wait(), site.d1.came.wait()), 5)
+    await asyncio.wait_for(asyncio.gather(site.p.came.wait(), site.d1.came.wait()), LIMIT_S)
     assert site.router.drain(60.0) == site.router.drain(90.0) == 1
-    await asyncio.wait_for(site.router.stop(), 5)
-    fault = await asyncio.wait_for(failing, 5)
+    await asyncio.wait_for(site.router.stop(), LIMIT_S)
+    fault = await asyncio.wait_for(failing, LIMIT_S)
     assert (fault.code, fault.reason) == (Code.UNAVAILABLE, Reason.DRAINING)
 
 
@@ -217,12 +217,12 @@ async def test_who_waits_for_an_instance_when_the_drains_time_is_over_is_told() 
     async with pairs(retry_wait_s=60.0) as site:
         for instance in (site.d1, site.d2):
             await instance.stop()
-            await asyncio.wait_for(until_ready(site.router, instance.instance.name, False), 5)
+            await asyncio.wait_for(until_ready(site.router, instance.instance.name, False), LIMIT_S)
         call = site.ask()
         await until(lambda: len(site.router.in_flight) == 1)
         assert site.router.drain(0) == 1
         with pytest.raises(grpc.aio.AioRpcError) as raised:
-            await asyncio.wait_for(call.read(), 5)
+            await asyncio.wait_for(call.read(), LIMIT_S)
         fault = rpc.read_error(raised.value)
         assert isinstance(fault, Fault) and fault.reason is Reason.DRAINING
 
@@ -233,16 +233,16 @@ async def test_who_is_being_tokenized_when_the_drains_time_is_over_is_told() -> 
     class Slow(SimTokenizer):
         def encode(self, text: str) -> list[int]:
             encoding.set()
-            assert go_on.wait(30)
+            assert go_on.wait(60)
             return super().encode(text)
 
     async with sited(Slow(VOCAB)) as site:
         hello(site)
         failing = asyncio.create_task(site.fault(text="a" * 100_000))
-        assert await asyncio.to_thread(encoding.wait, 5)
+        assert await asyncio.to_thread(encoding.wait, 60)
         try:
             assert site.router.drain(0) == 1
-            fault = await asyncio.wait_for(failing, 5)
+            fault = await asyncio.wait_for(failing, LIMIT_S)
         finally:
             go_on.set()
         assert (fault.code, fault.reason) == (Code.UNAVAILABLE, Reason.DRAINING)
@@ -291,7 +291,7 @@ async def test_nothing_of_a_request_that_was_answered_waits_to_be_collected(site
     gc.disable()
     try:
         await site.answer()
-        await asyncio.wait_for(site.router.in_flight.idle(), 5)
+        await asyncio.wait_for(site.router.in_flight.idle(), LIMIT_S)
         await until(lambda: not _left_of_requests())
     finally:
         gc.enable()
@@ -317,7 +317,7 @@ async def test_every_answer_and_every_refusal_names_its_trace(site: Site) -> Non
         told = dict(await call.trailing_metadata() or ())["traceresponse"]
         assert isinstance(told, str) and trace in told.split("-")[1]
     site.p.control.set_ready(False)
-    await asyncio.wait_for(until_ready(site.router, "p1", False), 5)
+    await asyncio.wait_for(until_ready(site.router, "p1", False), LIMIT_S)
     call = site.stub.Generate(request, metadata=traceparent)
     with pytest.raises(grpc.aio.AioRpcError) as raised:
         await call.read()

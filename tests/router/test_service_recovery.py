@@ -24,7 +24,7 @@ from tests.router.answers import (
 )
 from tests.router.pairs import STUCK, go_on, go_on_elsewhere, pairs, saying, text_of, tokens_of
 from tests.router.scripted import Script, Scripted, refusing
-from tests.waiting import until
+from tests.waiting import LIMIT_S, until
 
 
 @pytest.mark.parametrize("count", range(1, len(TEXT)))
@@ -116,7 +116,7 @@ async def test_a_decode_whose_connection_is_gone_is_left_in_mid_answer() -> None
         call = site.ask()
         first = await call.read()
         await site.d1.stop()
-        messages = [first, *await asyncio.wait_for(rest_of(call), 5)]
+        messages = [first, *await asyncio.wait_for(rest_of(call), LIMIT_S)]
     assert text_of(messages) == "héllo"
 
 
@@ -126,7 +126,7 @@ async def test_a_prefill_that_fails_is_left_and_its_decode_leg_cancelled() -> No
         site.p2.script = hand_over
         site.d1.script, site.d2.script = silence, say_hello
         messages = await site.answer()
-        await asyncio.wait_for(site.d1.left.wait(), 5)
+        await asyncio.wait_for(site.d1.left.wait(), LIMIT_S)
         (again,) = site.d2.requests
         assert (again.handoff.ref.attempt, again.handoff.prefill_name) == (2, "p2")
     assert tokens_of(messages) == TEXT
@@ -139,9 +139,9 @@ async def test_a_client_that_leaves_during_the_second_attempt_ends_it() -> None:
         site.d2.script = silence
         call = site.ask()
         await call.read()
-        await asyncio.wait_for(site.d2.came.wait(), 5)
+        await asyncio.wait_for(site.d2.came.wait(), LIMIT_S)
         call.cancel()
-        await asyncio.wait_for(site.d2.left.wait(), 5)
+        await asyncio.wait_for(site.d2.left.wait(), LIMIT_S)
 
 
 async def test_an_operator_sees_the_current_attempt() -> None:
@@ -150,7 +150,7 @@ async def test_an_operator_sees_the_current_attempt() -> None:
         site.d2.script = silence
         call = site.ask()
         await call.read()
-        await asyncio.wait_for(site.d2.came.wait(), 5)
+        await asyncio.wait_for(site.d2.came.wait(), LIMIT_S)
         transfer_id = site.d2.requests[0].handoff.ref.transfer_id
         request = admin_pb2.GetTransferRequest(transfer_id=transfer_id)
         shown = (await site.admin.GetTransfer(request)).transfer
@@ -211,7 +211,7 @@ async def test_a_router_that_may_not_fails_at_once() -> None:
 async def test_an_answer_waits_a_moment_for_a_decode_that_comes_back(who: str) -> None:
     async with pairs(retry_wait_s=5.0, reconnect_max_s=0.1) as site:
         await site.d2.stop()
-        await asyncio.wait_for(until_ready(site.router, "d2", False), 5)
+        await asyncio.wait_for(until_ready(site.router, "d2", False), LIMIT_S)
         go_on_elsewhere(site, saying(2))
         call = site.ask()
         first = await call.read()
@@ -222,7 +222,7 @@ async def test_an_answer_waits_a_moment_for_a_decode_that_comes_back(who: str) -
         again.instance.epoch, again.script = 8, go_on
         await again.start()
         try:
-            messages = [first, *await asyncio.wait_for(rest_of(call), 10)]
+            messages = [first, *await asyncio.wait_for(rest_of(call), LIMIT_S)]
         finally:
             await again.stop()
         assert text_of(messages) == "héllo"
@@ -233,7 +233,7 @@ async def test_an_answer_waits_a_moment_for_a_decode_that_comes_back(who: str) -
 async def test_a_request_that_waits_ends_with_what_happened_when_nobody_comes() -> None:
     async with pairs(retry_wait_s=0.2) as site:
         await site.d2.stop()
-        await asyncio.wait_for(until_ready(site.router, "d2", False), 5)
+        await asyncio.wait_for(until_ready(site.router, "d2", False), LIMIT_S)
         go_on_elsewhere(site, saying(2, STUCK))
         with pytest.raises(grpc.aio.AioRpcError) as raised:
             await site.answer()
@@ -248,7 +248,7 @@ async def test_a_new_request_waits_a_moment_for_a_role_that_is_out_of_reach(trie
         for instance in (site.d1, site.d2):
             await instance.stop()
         for name in ("d1", "d2"):
-            await asyncio.wait_for(until_ready(site.router, name, False), 5)
+            await asyncio.wait_for(until_ready(site.router, name, False), LIMIT_S)
         go_on_elsewhere(site, silence)
         asking = asyncio.create_task(site.answer())
         await until(lambda: len(site.router.in_flight) == 1)
@@ -266,7 +266,7 @@ async def test_a_new_request_does_not_wait_for_those_who_say_that_they_take_none
     async with pairs(retry_wait_s=60.0) as site:
         for instance in (site.d1, site.d2):
             instance.control.set_ready(False, "the test wants it so")
-            await asyncio.wait_for(until_ready(site.router, instance.instance.name, False), 5)
+            await asyncio.wait_for(until_ready(site.router, instance.instance.name, False), LIMIT_S)
         with pytest.raises(grpc.aio.AioRpcError) as raised:
             await site.answer()
         fault = rpc.read_error(raised.value)
