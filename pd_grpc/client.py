@@ -12,8 +12,8 @@ Where the process has OpenTelemetry's SDK, each request is a span of its own the
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypedDict
 
@@ -25,21 +25,23 @@ from opentelemetry.metrics import MeterProvider
 from opentelemetry.sdk.trace import TracerProvider
 
 from pd_grpc.protocol import rpc
+from pd_grpc.protocol.answers import STAGES, Answer, AnswerEnd, Chunk, Total, chunk_of
+from pd_grpc.protocol.choices import choices_of
 from pd_grpc.protocol.clock import SystemClock
 from pd_grpc.protocol.config import Sizes, Timeouts
 from pd_grpc.protocol.faults import Fault, TransportFault
-from pd_grpc.protocol.messages import seconds
 from pd_grpc.protocol.requests import RequestError, build_request, check_timeout, checked_endpoint
 from pd_grpc.telemetry.instruments import Instruments
 from pd_grpc.telemetry.rpc_calls import Call, Calls
 from pd_grpc.telemetry.rpc_client import follow, follow_aio, unless_raised
 from pd_grpc.telemetry.tracing import Tracing, extract, inject, trace_id
-from pd_grpc.v1 import inference_pb2, inference_pb2_grpc, types_pb2
+from pd_grpc.v1 import inference_pb2, inference_pb2_grpc
 
 if TYPE_CHECKING:
     from typing_extensions import Self, Unpack
 
 __all__ = [
+    "STAGES",
     "Answer",
     "AnswerEnd",
     "AsyncClient",
@@ -50,24 +52,12 @@ __all__ = [
     "Generation",
     "Options",
     "RequestError",
+    "Total",
     "TransportFault",
 ]
 
-STAGES = (
-    "route",
-    "queue",
-    "prepare",
-    "allocate",
-    "compute",
-    "first_token",
-    "exposed_send",
-    "total",
-)
-"""Names of the timings of an answer, as `Timings` in the protocol explains them."""
-
 _CALL_S = 5.0
 _METHOD = "pd_grpc.v1.InferenceService/Generate"
-_FINISH_REASONS = {types_pb2.FINISH_REASON_STOP: "stop", types_pb2.FINISH_REASON_LENGTH: "length"}
 
 
 class Options(TypedDict, total=False):
@@ -83,60 +73,25 @@ class Options(TypedDict, total=False):
     stop_token_ids: Sequence[int]
     ignore_eos: bool
     logprobs: int
+    min_p: float
+    presence_penalty: float
+    frequency_penalty: float
+    repetition_penalty: float
+    logit_bias: Mapping[int, float]
+    json_schema: str | Mapping[str, Any]
+    regex: str
+    n: int
     generated_token_ids: Sequence[int]
     request_id: str
     cache_salt: bytes
 
 
-@dataclass(frozen=True)
-class AnswerEnd:
-    """What the last chunk says. `timings_ms` has an entry for each of `STAGES`; `finish_reason` is
-    `stop` or `length`."""
-
-    finish_reason: str
-    prompt_tokens: int
-    completion_tokens: int
-    cached_tokens: int
-    timings_ms: Mapping[str, float]
-    prefill_instance: str
-    decode_instance: str
-
-
-@dataclass(frozen=True)
-class Chunk:
-    """A piece of an answer: tokens, their text, and on the last one how it ended.
-
-    `logprobs` has one entry per token where they were asked for.
-    """
-
-    text: str
-    token_ids: tuple[int, ...]
-    logprobs: tuple[types_pb2.PositionLogprobs, ...] = ()
-    end: AnswerEnd | None = None
-
-
-@dataclass
-class Answer:
-    """A whole answer."""
-
-    text: str = ""
-    token_ids: list[int] = field(default_factory=list)
-    logprobs: list[types_pb2.PositionLogprobs] = field(default_factory=list)
-    end: AnswerEnd | None = None
-
-    def add(self, chunk: Chunk) -> None:
-        """Append a chunk."""
-        self.text += chunk.text
-        self.token_ids += chunk.token_ids
-        self.logprobs += chunk.logprobs
-        self.end = chunk.end or self.end
-
-
 class _Stream:
     """What both kinds of generation share: the call, its trace, its name."""
 
-    def __init__(self, call: Any, trace: str) -> None:
+    def __init__(self, call: Any, trace: str, choices: int) -> None:
         self._call = call
+        self._choices = choices
         self.trace_id = trace
         """Trace id of the request, 32 hex digits."""
         self.request_id = ""
@@ -148,8 +103,11 @@ class _Stream:
 
     def _chunk(self, message: inference_pb2.GenerateResponse) -> Chunk:
         self.request_id = message.request_id or self.request_id
-        end = _end_of(message) if message.finish_reason else None
-        return Chunk(message.text, tuple(message.token_ids), tuple(message.logprobs), end)
+        return chunk_of(message)
+
+    def _expect_one(self) -> None:
+        if self._choices > 1:
+            raise RequestError("n", "there are several answers: collect_all() gets them")
 
 
 class Generation(_Stream):
@@ -186,11 +144,19 @@ class Generation(_Stream):
         self.cancel()
 
     def collect(self) -> Answer:
-        """Wait for the whole answer."""
+        """Wait for the whole answer. RequestError where several were asked for."""
+        self._expect_one()
         answer = Answer()
         for chunk in self:
             answer.add(chunk)
         return answer
+
+    def collect_all(self) -> list[Answer]:
+        """Wait for every choice, in their order."""
+        answers: defaultdict[int, Answer] = defaultdict(Answer)
+        for chunk in self:
+            answers[chunk.choice].add(chunk)
+        return [answers[choice] for choice in sorted(answers)]
 
 
 class AsyncGeneration(_Stream):
@@ -227,11 +193,19 @@ class AsyncGeneration(_Stream):
         self.cancel()
 
     async def collect(self) -> Answer:
-        """Wait for the whole answer."""
+        """Wait for the whole answer. RequestError where several were asked for."""
+        self._expect_one()
         answer = Answer()
         async for chunk in self:
             answer.add(chunk)
         return answer
+
+    async def collect_all(self) -> list[Answer]:
+        """Wait for every choice, in their order."""
+        answers: defaultdict[int, Answer] = defaultdict(Answer)
+        async for chunk in self:
+            answers[chunk.choice].add(chunk)
+        return [answers[choice] for choice in sorted(answers)]
 
 
 class Client:
@@ -270,7 +244,7 @@ class Client:
         with unless_raised(recorded):
             call = self._stub.Generate(request, timeout=timeout_s, metadata=metadata)
         follow(call, recorded)
-        return Generation(call, trace)
+        return Generation(call, trace, choices_of(request.sampling))
 
     def model_info(self, timeout_s: float = _CALL_S) -> inference_pb2.GetModelInfoResponse:
         """What is served. Raises `Fault` or `TransportFault`."""
@@ -331,7 +305,7 @@ class AsyncClient:
         with unless_raised(recorded):
             call = self._stub.Generate(request, timeout=timeout_s, metadata=metadata)
         follow_aio(call, recorded)
-        return AsyncGeneration(call, trace)
+        return AsyncGeneration(call, trace, choices_of(request.sampling))
 
     async def model_info(self, timeout_s: float = _CALL_S) -> inference_pb2.GetModelInfoResponse:
         """What is served. Raises `Fault` or `TransportFault`."""
@@ -380,16 +354,3 @@ class _Record:
             context = Tracing.context(self._tracing.start(_METHOD, parent=context))
         recorded, metadata = self._calls.made(_METHOD, self._endpoint, inject(context))
         return recorded, list(metadata or ()), trace_id(extract(metadata))
-
-
-def _end_of(message: inference_pb2.GenerateResponse) -> AnswerEnd:
-    timings = message.timings
-    return AnswerEnd(
-        finish_reason=_FINISH_REASONS.get(message.finish_reason, "unknown"),
-        prompt_tokens=message.usage.prompt_tokens,
-        completion_tokens=message.usage.completion_tokens,
-        cached_tokens=message.usage.cached_tokens,
-        timings_ms={name: 1000 * seconds(getattr(timings, name)) for name in STAGES},
-        prefill_instance=message.prefill_instance,
-        decode_instance=message.decode_instance,
-    )

@@ -14,9 +14,10 @@ from typing import Protocol, TextIO, TypeVar
 
 from pd_grpc.cli.settings import SettingsError, load_settings
 from pd_grpc.engine.model_error import ModelError
-from pd_grpc.protocol.config import ServerConfig
+from pd_grpc.protocol.config import DecodeConfig, PrefillConfig, ServerConfig
 from pd_grpc.protocol.rpc import PortInUse
 from pd_grpc.servers.allocator import keep_freed_memory
+from pd_grpc.servers.openmp import wait_as_fits
 from pd_grpc.telemetry.exporting import Telemetry, make_telemetry
 from pd_grpc.telemetry.logs import LOGGER, LineHandler, configure_logging
 from pd_grpc.transport.registry import UnknownTransport
@@ -77,6 +78,8 @@ def run(
     try:
         config = load_settings(settings, argv, os.environ)
         keep_freed_memory()
+        if isinstance(config, PrefillConfig | DecodeConfig):
+            wait_as_fits(os.environ, role, config.threads)
         lines = configure_logging(
             config.log_format, config.log_level, instance=config.name or role, everyone=True
         )

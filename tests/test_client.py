@@ -16,11 +16,13 @@ from opentelemetry.trace import SpanKind
 from pd_grpc.client import STAGES, Answer, AsyncClient, Client, Fault, RequestError, TransportFault
 from pd_grpc.engine.sim_tokenizer import SimTokenizer
 from pd_grpc.protocol.faults import Code, Reason
+from pd_grpc.v1.sampling_pb2 import StructuredOutput
 from tests.router.conftest import VOCAB, Site
-from tests.router.conftest import site as site  # the fixture
+from tests.router.conftest import early_site as early_site  # the fixtures
+from tests.router.conftest import site as site
 from tests.router.scripted import handed_off, last, never, tokens
 from tests.telemetry.recorder import Recorder
-from tests.waiting import until
+from tests.waiting import LIMIT_S, until
 
 TEXT = SimTokenizer(VOCAB).encode("hello")
 
@@ -87,6 +89,12 @@ async def test_every_option_reaches_the_instances(site: Site) -> None:
             stop_token_ids=[4],
             ignore_eos=True,
             logprobs=2,
+            min_p=0.125,
+            presence_penalty=-1.5,
+            frequency_penalty=1.5,
+            repetition_penalty=1.25,
+            logit_bias={5: -100.0, 7: 2.5},
+            json_schema={"type": "string", "pattern": "é"},
             generated_token_ids=[8],
             cache_salt=b"tenant-7",
         ).collect()
@@ -94,9 +102,30 @@ async def test_every_option_reaches_the_instances(site: Site) -> None:
     assert (sampling.max_tokens, sampling.min_tokens) == (9, 1)
     assert (sampling.temperature, sampling.top_p, sampling.top_k) == (0.5, 0.25, 3)
     assert (sampling.seed, sampling.ignore_eos, sampling.logprobs) == (7, True, 2)
+    assert (sampling.min_p, sampling.repetition_penalty) == (0.125, 1.25)
+    assert (sampling.presence_penalty, sampling.frequency_penalty) == (-1.5, 1.5)
+    assert dict(sampling.logit_bias) == {5: -100.0, 7: 2.5}
+    assert sampling.structured_output.json_schema == '{"type": "string", "pattern": "é"}'
     assert (list(sampling.stop), list(sampling.stop_token_ids)) == (["x", "y"], [4])
     assert list(site.p.requests[0].generated_token_ids) == [8]
     assert site.p.requests[0].scope.cache_salt == b"tenant-7"
+
+
+@pytest.mark.parametrize(
+    ("option", "grammar"),
+    [
+        ({"regex": "[0-9]+"}, StructuredOutput(regex="[0-9]+")),
+        ({"json_schema": '{ "type":"null" }'}, StructuredOutput(json_schema='{ "type":"null" }')),
+    ],
+)
+async def test_a_grammar_that_is_text_reaches_the_instances_as_it_is(
+    option: Any, grammar: StructuredOutput, site: Site
+) -> None:
+    site.p.script, site.d1.script = hand_over, say_hello
+    async with AsyncClient(site.router.endpoint) as client:
+        await client.generate("hi", **option).collect()
+    for instance in (site.p, site.d1):
+        assert instance.requests[0].sampling.structured_output == grammar
 
 
 async def test_a_refusal_is_a_fault_with_its_fields(site: Site) -> None:
@@ -124,6 +153,11 @@ def test_a_router_that_is_not_there_is_a_transport_fault() -> None:
         ({"text": "a\udcff"}, "text: must be text that UTF-8 can carry"),
         ({"messages": [("user", "a\udcff")]}, "messages: must be text that UTF-8 can carry"),
         ({"text": "a", "stop": ["a\udcff"]}, "stop: must be text that UTF-8 can carry"),
+        ({"text": "a", "regex": "a\udcff"}, "regex: must be text that UTF-8 can carry"),
+        ({"text": "a", "regex": 5}, "regex: must be text, not int"),
+        ({"text": "a", "json_schema": [1]}, "json_schema: must be text or a mapping, not list"),
+        ({"text": "a", "json_schema": {"enum": [b"a"]}}, "json_schema: .*bytes is not JSON"),
+        ({"text": "a", "regex": "a", "json_schema": {}}, "regex: cannot be .* beside json_schema"),
         ({"text": "a", "timeout_s": 0}, "timeout_s: must be above 0"),
         ({"text": "a", "timeout_s": -3.0}, "timeout_s: must be above 0"),
         ({"text": "a", "timeout_s": float("nan")}, "timeout_s: must be above 0"),
@@ -149,7 +183,7 @@ async def test_leaving_the_block_ends_the_request_on_both_instances(site: Site) 
     async with AsyncClient(site.router.endpoint) as client:
         async with client.generate("hi") as generation:
             await anext(generation)
-        await asyncio.wait_for(asyncio.gather(site.p.left.wait(), site.d1.left.wait()), 2)
+        await asyncio.wait_for(asyncio.gather(site.p.left.wait(), site.d1.left.wait()), LIMIT_S)
 
 
 async def test_cancelling_the_task_that_reads_ends_the_request(site: Site) -> None:
@@ -160,7 +194,7 @@ async def test_cancelling_the_task_that_reads_ends_the_request(site: Site) -> No
         reading = asyncio.create_task(generation.collect())
         await asyncio.sleep(0)
         reading.cancel()
-        await asyncio.wait_for(asyncio.gather(site.p.left.wait(), site.d1.left.wait()), 2)
+        await asyncio.wait_for(asyncio.gather(site.p.left.wait(), site.d1.left.wait()), LIMIT_S)
         with pytest.raises(asyncio.CancelledError):
             await reading
 
@@ -173,14 +207,15 @@ async def test_a_blocking_loop_that_breaks_off_ends_the_request(site: Site) -> N
             return next(generation).text
 
     assert await asyncio.to_thread(ask) == "h"
-    await asyncio.wait_for(asyncio.gather(site.p.left.wait(), site.d1.left.wait()), 2)
+    await asyncio.wait_for(asyncio.gather(site.p.left.wait(), site.d1.left.wait()), LIMIT_S)
 
 
-async def test_a_timeout_is_the_requests_budget(site: Site) -> None:
+async def test_a_timeout_is_the_requests_budget(early_site: Site) -> None:
+    site = early_site
     site.p.script, site.d1.script = silence, silence
     async with AsyncClient(site.router.endpoint) as client:
         with pytest.raises(Fault) as raised:
-            await client.generate("hi", timeout_s=0.5).collect()
+            await client.generate("hi", timeout_s=4.0).collect()
     assert raised.value.reason is Reason.STAGE_DEADLINE
 
 

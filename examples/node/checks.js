@@ -5,7 +5,7 @@ const { Fault, badRequest, feature, mismatch, wrong } = require('./faults');
 const { LENGTH, STOP, promptDigest } = require('./sim');
 
 const ROLE_PREFILL = 1, INLINE = 1, PULL = 2; // Role, Transport, Direction
-const FULL = 1, K = 1, V = 2; // KvGroupKind, PlaneKind
+const FULL = 1, SLIDING = 2, K = 1, V = 2, SCALE = 4; // KvGroupKind, PlaneKind
 const HASH_ALGORITHM = 'sha256-128-chain';
 const TRANSPORTS = ['UNSPECIFIED', 'INLINE', 'SHM', 'NIXL'];
 
@@ -100,8 +100,8 @@ function legsDiffer(allocate, client) {
 /** The first kind of a group or plane that is not built, or not known, by its path. */
 function unbuiltKind(layout) {
   for (const [g, { kind, planes }] of layout.groups.entries()) {
-    if (![0, FULL].includes(kind)) return feature(`layout.groups[${g}].kind`);
-    const p = planes.findIndex((plane) => ![K, V].includes(plane.kind));
+    if (![0, FULL, SLIDING].includes(kind)) return feature(`layout.groups[${g}].kind`);
+    const p = planes.findIndex((plane) => ![K, V, SCALE].includes(plane.kind));
     if (p >= 0) return feature(`layout.groups[${g}].planes[${p}].kind`);
   }
   return null;
@@ -169,11 +169,19 @@ class Checks {
     if (!hello.layouts.length) errors.push(wrong('hello.layouts', 'must have at least one'));
     if (errors.length) throw badRequest(...errors);
     this.name(hello.decode_name);
-    // One layout that is ours is enough; without one, P hears what is wrong with its best.
-    const faults = hello.layouts.map((layout) => this.layoutFault(layout));
-    if (faults.every(Boolean)) throw faults[0];
+    this.layout(hello);
     checkMeans(hello);
     hello.shards.forEach((shard) => this.shard(shard));
+  }
+
+  /** The first of P's layouts that is ours, whatever its packing, ours before others; without one,
+   * P hears what is wrong with its best. */
+  layout({ layouts }) {
+    const faults = layouts.map((layout) => this.layoutFault(layout));
+    const fitting = layouts.filter((_, i) => !faults[i]).map(({ format }) => format || 'canonical');
+    if (!fitting.length) throw faults[0];
+    const own = this.model.layout;
+    return { ...own, format: fitting.includes(own.format) ? own.format : fitting[0] };
   }
 
   /** P's only shard holds every layer and head, whether it counts them or not: the first field
@@ -189,13 +197,15 @@ class Checks {
   }
 
   shard(shard) {
+    const ranks = (shard.tp_size || 1) * (shard.pp_size || 1);
+    if (ranks !== 1) throw mismatch('shards', ranks, 1);
     const lacks = this.missingPart(shard);
     if (lacks) throw mismatch(`shards[0].${lacks.field}`, lacks.ours, lacks.theirs);
   }
 
   layoutFault(layout) {
     const groups = layout.groups.map((group) => ({ ...group, kind: group.kind || FULL }));
-    const theirs = { ...layout, groups, format: layout.format || 'canonical' };
+    const theirs = { ...layout, groups, format: this.model.layout.format };
     return unbuiltKind(theirs) ?? difference('layout', this.model.layout, theirs);
   }
 
@@ -290,7 +300,8 @@ class Checks {
     if (errors.length) throw badRequest(...errors);
     if (open.transport > INLINE) throw feature('open.transport', transportName(open.transport));
     const lacks = open.sender && this.missingPart(open.sender);
-    if (lacks) throw feature(`open.sender.${lacks.field}`);
+    if (lacks && /^[cd]p_/.test(lacks.field)) throw feature(`open.sender.${lacks.field}`);
+    if (lacks) throw badRequest(wrong('open.sender', `is none of P's shards: ${lacks.field}`));
     if (open.shard_index) {
       throw badRequest(wrong('open.shard_index', 'must be 0: there is one shard'));
     }

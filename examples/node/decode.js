@@ -338,6 +338,7 @@ class Session {
     const owner = { name: hello.instance?.name, epoch: hello.instance?.epoch };
     if (draining && !sessionOfOwner(owner)) throw drainFault();
     check.hello(hello);
+    this.layout = check.layout(hello);
     noteEpoch(owner);
     const before = [...sessions.values()].find((session) => session.owner.name === owner.name);
     this.owner = owner;
@@ -432,7 +433,7 @@ const shard = () => ({ endpoint: me.bulk, tp_size: 1 });
 
 function welcomeTo(session) {
   return {
-    instance: me, session_id: session.id, features: [], layout: model.layout, transport: INLINE,
+    instance: me, session_id: session.id, features: [], layout: session.layout, transport: INLINE,
     shards: [shard()], max_model_len: conf.maxModelLen,
     lease: duration(conf.leaseMs), grace: duration(conf.graceMs),
     heartbeat: duration(conf.heartbeatMs), kv_progress: duration(conf.kvProgressMs),

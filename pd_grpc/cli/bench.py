@@ -1,9 +1,10 @@
-"""`pd-grpc bench`: what preparing, moving KV and telemetry cost, beside what they are compared
-with."""
+"""`pd-grpc bench`: what preparing, moving KV, telemetry, loading and the engine cost, beside what
+they are compared with."""
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -12,6 +13,7 @@ import typer
 from rich.table import Table
 
 from pd_grpc.cli.console import EXIT_FAILED, EXIT_USAGE, progress, refuse, say_error, stdout
+from pd_grpc.cli.up import DtypeName
 
 if TYPE_CHECKING:
     from pd_grpc.bench.scope import Scope
@@ -129,7 +131,13 @@ def telemetry(
 @bench.command()
 def kv(
     json_file: Annotated[
-        Path | None, typer.Option("--json", metavar="FILE", help="Write the report as JSON.")
+        Path | None,
+        typer.Option(
+            "--json",
+            metavar="FILE",
+            help="Write the report as JSON; until it is complete, what there is so far to "
+            "FILE.part.",
+        ),
     ] = None,
     plot: Annotated[
         Path | None,
@@ -142,30 +150,101 @@ def kv(
     """Compare the ways to move KV between processes with memcpy, a socket, ZeroMQ and bare gRPC,
     and tell what KV that lands costs a D that decodes.
 
-    Without --quick it takes about half an hour and 4 GiB of memory, and wants the machine for
-    itself. Exits with 1 when a block is not what was sent.
+    Without --quick it takes up to 20 minutes and 12 GiB of memory, and wants the machine for
+    itself: nine rounds of every amount from 1 MiB to 1 GiB, or as many as are begun within 13
+    minutes, but three at the least; then some four minutes beside a D that decodes. A part that
+    fails is named in the report, which has the others. Exits with 1 when a part has failed, or a
+    block is not what was sent.
     """
     _check_extra("torch")
+    from pd_grpc.bench.kv.figures import FIGURES
     from pd_grpc.bench.kv.plot import plot_rates
-    from pd_grpc.bench.kv.run import FIGURES, KvScope, bench_kv, faults_of
-    from pd_grpc.bench.plot import check_plot
-    from pd_grpc.cli.long_run import carry_out, check_place
+    from pd_grpc.bench.kv.run import KvScope, bench_kv, faults_of
+    from pd_grpc.cli.long_run import ReportSoFar, carry_out, check_drawing
 
-    if plot is not None:
-        try:
-            check_plot(plot)
-        except ValueError as error:
-            refuse(f"--plot {plot}: {error}")
-        check_place(plot)
-    scope = KvScope.of(quick)
+    check_drawing(plot)
+    scope, so_far = KvScope.of(quick), ReportSoFar(json_file)
 
-    async def work(tell: Any) -> dict[str, Any]:
-        report = await bench_kv(scope, tell)
+    def finish(report: Mapping[str, Any]) -> None:
+        so_far.discard()
         if plot is not None:
-            await asyncio.to_thread(plot_rates, report, plot)
-        return report
+            plot_rates(report, plot)
 
-    carry_out("kv", work, json_file, FIGURES, faults_of)
+    carry_out(
+        "kv",
+        lambda tell: bench_kv(scope, tell, so_far.keep),
+        json_file,
+        FIGURES,
+        faults_of,
+        finish,
+    )
+
+
+@bench.command()
+def engine(
+    json_file: Annotated[
+        Path | None, typer.Option("--json", metavar="FILE", help="Write the report as JSON.")
+    ] = None,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="Every figure within a minute, from far less.")
+    ] = False,
+    rounds: Annotated[
+        int | None, typer.Option(min=1, help="Runs of each case.", show_default="7, quick 3")
+    ] = None,
+    model: Annotated[
+        str, typer.Option(help="Hugging Face folder, hub name or GGUF file.")
+    ] = "smollm2",
+    dtype: Annotated[DtypeName, typer.Option(help="Of weights and KV.")] = DtypeName.BFLOAT16,
+    threads: Annotated[int, typer.Option(min=0, help="Of torch; 0 leaves its own default.")] = 0,
+) -> None:
+    """Compare the torch engine with plain transformers, in one process and turn by turn.
+
+    Decoding at batch 1, 4 and 16 and with prompts of mixed length, and prefill. Without --quick it
+    takes some five minutes, and wants the machine for itself. Exits with 1 when a float32 answer is
+    not that of transformers.
+    """
+    _check_extra("torch", "transformers")
+    from pd_grpc.bench.engine.figures import FIGURES
+    from pd_grpc.bench.engine.run import EngineScope, bench_engine, faults_of
+    from pd_grpc.cli.long_run import carry_out
+
+    scope = EngineScope.of(quick)
+    scope = replace(scope, model=model, dtype=dtype.value, threads=threads)
+    if rounds is not None:
+        scope = replace(scope, rounds=rounds)
+    carry_out("engine", lambda tell: bench_engine(scope, tell), json_file, FIGURES, faults_of)
+
+
+@bench.command()
+def load(
+    json_file: Annotated[
+        Path | None, typer.Option("--json", metavar="FILE", help="Write the report as JSON.")
+    ] = None,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="Every figure within a minute, from far less.")
+    ] = False,
+    rounds: Annotated[
+        int | None, typer.Option(min=1, help="Loads of each way.", show_default="5, quick 2")
+    ] = None,
+    model: Annotated[str, typer.Option(help="GGUF file, or smollm2.")] = "smollm2",
+    dtype: Annotated[DtypeName, typer.Option(help="Of weights and KV.")] = DtypeName.BFLOAT16,
+    threads: Annotated[int, typer.Option(min=0, help="Of torch; 0 leaves its own default.")] = 0,
+) -> None:
+    """Tell how long a model takes to load from safetensors and from GGUF, with its weights in the
+    cache and without, and how much memory at the most. Each load is a process of its own. Linux.
+
+    Without --quick it takes some two minutes, and wants the machine for itself. Exits with 1 when a
+    load fails, or its peak cannot be told from what was before.
+    """
+    _check_extra("torch", "transformers", "gguf")
+    from pd_grpc.bench.load.figures import FIGURES
+    from pd_grpc.bench.load.run import LoadScope, bench_load, faults_of
+    from pd_grpc.cli.long_run import carry_out
+
+    scope = replace(LoadScope.of(quick), model=model, dtype=dtype.value, threads=threads)
+    if rounds is not None:
+        scope = replace(scope, rounds=rounds)
+    carry_out("load", lambda tell: bench_load(scope, tell), json_file, FIGURES, faults_of)
 
 
 @bench.command()

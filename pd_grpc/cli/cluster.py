@@ -15,8 +15,9 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from types import TracebackType
 from typing import IO, TYPE_CHECKING
@@ -27,6 +28,7 @@ from pd_grpc.cli.console import EXIT_FAILED, EXIT_USAGE
 from pd_grpc.protocol import rpc
 from pd_grpc.protocol.config import Sizes, Timeouts
 from pd_grpc.protocol.endpoints import PortInUse, address, check_can_listen, split_address
+from pd_grpc.servers.openmp import wait_as_fits
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -82,6 +84,21 @@ class ClusterPlan:
         if self.engine == "torch":
             flags += ["--threads", str(max(1, _cores() // self.engines))]
         return [*flags, *self.flags]
+
+    def environment(self, role: str, environ: Mapping[str, str]) -> dict[str, str]:
+        """What a server's process finds in its environment: `environ`, and how its threads wait
+        where the servers have more of them together than there are cores."""
+        found = dict(environ)
+        threads = self._threads()
+        if role != "router" and threads * self.engines > _cores():
+            wait_as_fits(found, role, threads, crowded=True)
+        return found
+
+    def _threads(self) -> int:
+        """torch's, of each engine; 0 where it is not told."""
+        flags = self.engine_flags()
+        told = [value for name, value in pairwise(flags) if name == "--threads"]
+        return int(told[-1]) if told else 0
 
     @property
     def prefills(self) -> int:
@@ -275,6 +292,7 @@ class LocalCluster:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=log_file,
+            env=self._plan.environment(role, os.environ),
             # A Ctrl-C in the terminal is this process's to handle: it stops the router first.
             start_new_session=True,
         )

@@ -9,6 +9,7 @@ from typing import Any
 import typer
 
 from pd_grpc.cli.bench import bench
+from pd_grpc.cli.bench_serve import serve as bench_serve
 from pd_grpc.cli.conformance import conformance
 from pd_grpc.cli.explore import explore
 from pd_grpc.cli.generate import generate
@@ -36,6 +37,7 @@ app.command()(conformance)
 app.command()(explore)
 app.command()(soak)
 bench.command()(unplug)
+bench.command("serve")(bench_serve)
 app.add_typer(bench, name="bench")
 
 

@@ -1,10 +1,13 @@
-"""`pd-grpc generate`: one answer, streamed."""
+"""`pd-grpc generate`: an answer, or several to one prompt, streamed."""
 
 from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import typer
@@ -15,6 +18,14 @@ from pd_grpc.client import Answer, Client, Fault, Generation, Options, RequestEr
 from pd_grpc.v1 import admin_pb2
 
 _STOP: list[str] = typer.Option([], help="A string that ends the answer; may be repeated.")
+
+_BIAS: list[str] = typer.Option(
+    [], help="ID=BIAS adds to the logit of a token, -100 to 100; may be repeated."
+)
+
+_SCHEMA: Path | None = typer.Option(
+    None, help="File with a JSON schema that the answer follows; - is standard input."
+)
 
 EXIT_INTERRUPTED = 130
 
@@ -30,7 +41,27 @@ def generate(
     temperature: float = typer.Option(0.0, help="0 is greedy."),
     top_p: float | None = typer.Option(None, help="Nucleus sampling."),
     top_k: int = typer.Option(0, help="Only the k likeliest tokens; 0 is off."),
+    min_p: float = typer.Option(
+        0.0, help="Only tokens at least so likely, as a fraction of the likeliest; 0 is off."
+    ),
+    presence_penalty: float = typer.Option(
+        0.0, help="Against tokens that stand in the answer; -2 to 2, 0 is off."
+    ),
+    frequency_penalty: float = typer.Option(
+        0.0, help="The same, each time that they stand there; -2 to 2, 0 is off."
+    ),
+    repetition_penalty: float = typer.Option(
+        1.0, help="Factor against tokens that stand in prompt or answer; 1 is off."
+    ),
+    logit_bias: list[str] = _BIAS,
+    json_schema: Path | None = _SCHEMA,
+    regex: str | None = typer.Option(
+        None, help="Regular expression that the whole answer matches."
+    ),
     seed: int | None = typer.Option(None, help="Seed; without one the router mints it."),
+    n: int = typer.Option(
+        1, "--n", "-n", min=1, help="Answers to the prompt; without a temperature they are equal."
+    ),
     stop: list[str] = _STOP,
     ignore_eos: bool = typer.Option(False, "--ignore-eos", help="Go on at end of sequence."),
     cache_salt: str = typer.Option(
@@ -50,7 +81,13 @@ def generate(
         "max_tokens": max_tokens,
         "min_tokens": min_tokens,
         "temperature": temperature,
+        "n": n,
         "top_k": top_k,
+        "min_p": min_p,
+        "presence_penalty": presence_penalty,
+        "frequency_penalty": frequency_penalty,
+        "repetition_penalty": repetition_penalty,
+        "logit_bias": dict(_bias(each) for each in logit_bias),
         "stop": stop,
         "ignore_eos": ignore_eos,
     }
@@ -58,6 +95,12 @@ def generate(
         options["top_p"] = top_p
     if seed is not None:
         options["seed"] = seed
+    if json_schema is not None and regex is not None:
+        refuse("--regex cannot be given beside --json-schema")
+    if json_schema is not None:
+        options["json_schema"] = _schema(json_schema)
+    if regex is not None:
+        options["regex"] = regex
     if cache_salt:
         options["cache_salt"] = cache_salt.encode()
     if not text:
@@ -70,7 +113,7 @@ def generate(
             client.generate(**prompt, timeout_s=deadline, **options) as generation,
         ):
             trace_id = generation.trace_id
-            answer = _stream(generation, quiet=as_json)
+            answers = _stream(generation, n > 1, quiet=as_json)
     except (Fault, TransportFault) as error:
         say_error(describe(error, endpoint))
         if isinstance(error, Fault):  # Somebody has heard of it.
@@ -85,7 +128,7 @@ def generate(
         raise typer.Exit(EXIT_INTERRUPTED) from None
     if as_json:
         spans = trace.fetch_answered(endpoint, trace_id)
-        found = as_object(answer, generation, spans)
+        found = as_object(answers, generation, spans)
         if with_trace:
             found["spans"] = trace.as_objects(spans)
         print(json.dumps(found, ensure_ascii=False))
@@ -93,11 +136,40 @@ def generate(
         _show_trace(endpoint, trace_id)
 
 
+def _schema(file: Path) -> str:
+    try:
+        return sys.stdin.read() if str(file) == "-" else file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        refuse(f"--json-schema {file} cannot be read: {error}")
+
+
+def _bias(given: str) -> tuple[int, float]:
+    token_id, _, bias = given.partition("=")
+    try:
+        return int(token_id), float(bias)
+    except ValueError:
+        refuse(f"--logit-bias must be ID=BIAS, such as 42=-1.5, not {given}")
+
+
 def as_object(
-    answer: Answer, generation: Generation, spans: Sequence[admin_pb2.Span]
+    answers: Sequence[Answer], generation: Generation, spans: Sequence[admin_pb2.Span]
 ) -> dict[str, Any]:
     """What `--json` prints; times in milliseconds. Of servers that keep no traces `waterfall` is
-    empty."""
+    empty. Where several answers were asked for they are in `choices`, and `usage` is of all."""
+    of_each = [_answer_as_object(answer) for answer in answers]
+    found = of_each[0]
+    if len(of_each) > 1:
+        totals = [answer.end.total for answer in answers if answer.end and answer.end.total]
+        found = {"choices": of_each, "usage": asdict(totals[-1])}
+    return {
+        **found,
+        "waterfall": trace.waterfall(spans),
+        "request_id": generation.request_id,
+        "trace_id": generation.trace_id,
+    }
+
+
+def _answer_as_object(answer: Answer) -> dict[str, Any]:
     end = answer.end
     assert end is not None, "an answer without a last message ends with an error"
     return {
@@ -110,11 +182,8 @@ def as_object(
             "cached_tokens": end.cached_tokens,
         },
         "timings": {name: round(value, 3) for name, value in end.timings_ms.items()},
-        "waterfall": trace.waterfall(spans),
         "prefill_instance": end.prefill_instance,
         "decode_instance": end.decode_instance,
-        "request_id": generation.request_id,
-        "trace_id": generation.trace_id,
     }
 
 
@@ -124,17 +193,50 @@ def _show_trace(endpoint: str, trace_id: str) -> None:
         trace.show(spans)
 
 
-def _stream(generation: Generation, quiet: bool) -> Answer:
-    answer = Answer()
-    begun = False
+def _stream(generation: Generation, several: bool, quiet: bool) -> list[Answer]:
+    answers: defaultdict[int, Answer] = defaultdict(Answer)
+    shown = _Shown(answers, several)
     try:
         for chunk in generation:
-            answer.add(chunk)
-            if chunk.text and not quiet:
-                begun = True
-                print(chunk.text, end="", flush=True)
+            answers[chunk.choice].add(chunk)
+            if not quiet:
+                shown.catch_up()
     finally:
-        if begun:
+        shown.end_line()
+    return [answers[choice] for choice in sorted(answers)]
+
+
+class _Shown:
+    """What of the answers stands on standard output. One is shown as it comes; the next ones wait
+    until it is complete. Of several each begins a line with its number."""
+
+    def __init__(self, answers: Mapping[int, Answer], several: bool) -> None:
+        self._answers = answers
+        self._several = several
+        self._at = 0
+        self._chars = 0
+        self._line = False
+        """Whether a line has begun."""
+
+    def catch_up(self) -> None:
+        """Print what is new."""
+        while (answer := self._answers.get(self._at)) is not None:
+            text = answer.text[self._chars :]
+            if self._several and not self._line and (text or answer.end):
+                text = f"[{self._at}] {text}"
+            if text:
+                print(text, end="", flush=True)
+                self._line = True
+            self._chars = len(answer.text)
+            if answer.end is None:
+                break
+            if self._several:
+                self.end_line()
+            self._at, self._chars = self._at + 1, 0
+
+    def end_line(self) -> None:
+        """End the line that has begun, if any."""
+        if self._line:
             print(flush=True)
-    sys.stdout.flush()
-    return answer
+        self._line = False
+        sys.stdout.flush()

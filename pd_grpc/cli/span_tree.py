@@ -86,7 +86,7 @@ def attempts(spans: Sequence[admin_pb2.Span]) -> list[str]:
     found = []
     named: set[str] = set()
     for span in spans:
-        if span.name != names.SPAN_REQUEST:
+        if span.name not in names.ROUTERS_OWN:
             continue
         attributes = span.attributes
         named |= {attributes.get(name, "") for name in (names.ATTR_PREFILL, names.ATTR_DECODE)}
@@ -134,12 +134,12 @@ def _parts(
 ) -> dict[str, list[admin_pb2.Span]]:
     """What is shown, in its order, by the id of the span below which it stands."""
     known = {work.span_id: work for work in works}
-    request_of = {w.transfer_id: w for w in works if w.name == names.SPAN_REQUEST and w.transfer_id}
+    request_of = {w.transfer_id: w for w in works if w.name in names.ROUTERS_OWN and w.transfer_id}
     parts: dict[str, list[admin_pb2.Span]] = {}
     for span in shown:
         work = known[span.span_id]
         whole = known.get(work.parent_id) if calls else whole_of(work, known)
-        if whole is None and work.name != names.SPAN_REQUEST:
+        if whole is None and work.name not in names.ROUTERS_OWN:
             # The calls between may not have been kept.
             whole = request_of.get(work.transfer_id)
         parts.setdefault("" if whole is None else whole.span_id, []).append(span)

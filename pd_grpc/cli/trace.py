@@ -156,4 +156,6 @@ def _whole(told: admin_pb2.GetTraceResponse) -> bool:
     instance's own prefill is known to be the request's, end when both ends have read all."""
     roles = {span.role for span in told.spans}
     ended = any(span.name == names.SPAN_REQUEST for span in told.spans)
-    return "router" not in roles or (ended and len(requests(read_spans(told.spans))) == 1)
+    each = requests(read_spans(told.spans))
+    placed = all(any(work.name in names.ROUTERS_OWN for work in works) for works in each)
+    return "router" not in roles or (ended and placed)

@@ -30,6 +30,9 @@ _UP_ITSELF = {
 }
 """Settings of one server among several, and what `up` does about them itself."""
 
+_OF_SEVERAL = {"bulk_port": "has several decode servers take free ones"}
+"""The same of settings that one decode server alone may well have."""
+
 
 class EngineName(str, enum.Enum):
     """Which engine."""
@@ -77,6 +80,9 @@ def up(
         None, help="TOML file for every server; its keys are the names of settings."
     ),
     num_blocks: int | None = typer.Option(None, rich_help_panel=_KNOBS, help="Blocks per pool."),
+    pool_gib: float | None = typer.Option(
+        None, rich_help_panel=_KNOBS, help="GiB per pool, in place of its blocks."
+    ),
     block_size: int | None = typer.Option(None, rich_help_panel=_KNOBS, help="Tokens per block."),
     max_model_len: int | None = typer.Option(
         None, rich_help_panel=_KNOBS, help="Prompt plus output, tokens."
@@ -85,7 +91,10 @@ def up(
         None, rich_help_panel=_KNOBS, help="Requests decoded together."
     ),
     chunk_tokens: int | None = typer.Option(
-        None, rich_help_panel=_KNOBS, help="Prompt tokens per prefill step."
+        None, rich_help_panel=_KNOBS, help="Prompt tokens per step."
+    ),
+    step_tokens: int | None = typer.Option(
+        None, rich_help_panel=_KNOBS, help="Tokens per step of decode servers."
     ),
     threads: int | None = typer.Option(
         None, rich_help_panel=_KNOBS, help="torch threads per server; default shares the cores."
@@ -130,10 +139,12 @@ def up(
             engines={
                 "dtype": dtype and dtype.value,
                 "num_blocks": num_blocks,
+                "pool_gib": pool_gib,
                 "block_size": block_size,
                 "max_model_len": max_model_len,
                 "max_batch": max_batch,
                 "chunk_tokens": chunk_tokens,
+                "step_tokens": step_tokens,
                 "threads": threads,
                 "sim_time_scale": sim_time_scale,
             },
@@ -177,7 +188,8 @@ def plan_of(
     serving = load_settings(DecodeConfig, [*for_all, *for_engines], environ)
     load_settings(PrefillConfig, [*for_all, *for_engines], environ)
     file = str(common["config"] or environ.get(CONFIG_ENV, ""))
-    _refuse_everyones_own((routing, serving), environ, file)
+    one_alone = {**_UP_ITSELF, **(_OF_SEVERAL if decode > 1 else {})}
+    _refuse_everyones_own((routing, serving), one_alone, environ, file)
     if routing.aggregated and prefill:
         raise SettingsError(f"--prefill {prefill} and --aggregated exclude each other")
     if not routing.aggregated and prefill == 0:
@@ -212,10 +224,13 @@ def _flags(values: Mapping[str, object]) -> list[str]:
 
 
 def _refuse_everyones_own(
-    configs: tuple[ServerConfig, ...], environ: Mapping[str, str], file: str
+    configs: tuple[ServerConfig, ...],
+    one_alone: Mapping[str, str],
+    environ: Mapping[str, str],
+    file: str,
 ) -> None:
     given = {name for config in configs for name in config.model_fields_set}
-    for name, does in _UP_ITSELF.items():
+    for name, does in one_alone.items():
         if name in given:
             source = env_of(name) if env_of(name) in environ else f"{name} in {file}"
             raise SettingsError(f"{source} is for one server; `pd-grpc up` {does}")

@@ -7,6 +7,9 @@ from typing import Final
 # On the router.
 SPAN_REQUEST: Final = "pd.request"
 SPAN_ROUTE: Final = "pd.route"
+# One for each choice of a request for several, in whose place it stands for the transfer it is.
+SPAN_CHOICE: Final = "pd.choice"
+ROUTERS_OWN: Final = (SPAN_REQUEST, SPAN_CHOICE)
 # On P. `pd.queue` ... `pd.first_token` are children of `pd.prefill_request`, `pd.allocate` of
 # `pd.prepare`.
 SPAN_PREFILL_REQUEST: Final = "pd.prefill_request"
@@ -55,6 +58,9 @@ ATTR_SERVER_PORT: Final = "server.port"
 METRIC_RPC_CLIENT_DURATION: Final = "rpc.client.call.duration"
 METRIC_RPC_SERVER_DURATION: Final = "rpc.server.call.duration"
 
+# Of `pd.choice`: which, from 0.
+ATTR_CHOICE: Final = "pd.choice.index"
+
 # Of `pd.recovery`: "retry" or "continuation".
 ATTR_RECOVERY: Final = "pd.recovery.kind"
 ATTR_PEER: Final = "pd.peer"
@@ -76,6 +82,7 @@ ATTR_BLOCK_COUNT: Final = "pd.block_count"
 # Of `pd.send`: from the end of compute to the last acknowledgement, in seconds.
 ATTR_EXPOSED_S: Final = "pd.exposed_s"
 ATTR_TRANSPORT: Final = "pd.transport"
+ATTR_KV_FORMAT: Final = "pd.kv_format"
 
 # P's prepare pool; the first three by D.
 METRIC_PREPARE_IN_FLIGHT: Final = "pd.prepare.in_flight"

@@ -99,13 +99,14 @@ class Partition:
 
 def requests(spans: Iterable[Work]) -> list[list[Work]]:
     """The spans of one trace by request: a caller may make many in one. Calls and the steps of an
-    engine are left out; a request that no router is known of is told by its transfer."""
+    engine are left out; a request that no router is known of is told by its transfer. Each choice
+    of a request for several is one, beside the request itself."""
     spans = list(spans)
     known = {span.span_id: span for span in spans}
     of_transfer = {
         span.transfer_id: span.span_id
         for span in spans
-        if span.name == names.SPAN_REQUEST and span.transfer_id
+        if span.name in names.ROUTERS_OWN and span.transfer_id
     }
     found: dict[str, list[Work]] = {}
     for span in spans:
@@ -129,7 +130,7 @@ def whole_of(span: Work, known: Mapping[str, Work]) -> Work | None:
 def partition(spans: Iterable[Work]) -> Partition:
     """Of the spans of one request, in any order."""
     spans = list(spans)
-    request = next((span for span in spans if span.name == names.SPAN_REQUEST), None)
+    request = next((span for span in spans if span.name in names.ROUTERS_OWN), None)
     attempts = _attempts(spans)
     routes = [span for span in spans if span.name == names.SPAN_ROUTE]
     showing = _shows_first(request, attempts)
@@ -211,7 +212,7 @@ def _attempts(spans: Iterable[Work]) -> list[_Attempt]:
     does the order hang on two clocks, and no sum does."""
     found: dict[tuple[int, str], list[Work]] = {}
     for span in spans:
-        if span.attempt and span.name not in (names.SPAN_REQUEST, names.SPAN_ROUTE):
+        if span.attempt and span.name not in (*names.ROUTERS_OWN, names.SPAN_ROUTE):
             found.setdefault((span.attempt, span.transfer_id), []).append(span)
     attempts = [_Attempt(number, each) for (number, _), each in found.items()]
     return sorted(attempts, key=lambda attempt: (attempt.number, attempt.began_ns))
@@ -239,7 +240,7 @@ def _request_of(span: Work, known: Mapping[str, Work]) -> str | None:
     seen: set[str] = set()
     at: Work | None = span
     while at is not None and at.span_id not in seen:
-        if at.name == names.SPAN_REQUEST:
+        if at.name in names.ROUTERS_OWN:
             return at.span_id
         seen.add(at.span_id)
         at = known.get(at.parent_id)

@@ -44,9 +44,9 @@ def until_nothing_is_in_flight(cluster: LocalCluster) -> None:
     for instance in cluster.instances:
         with grpc.insecure_channel(instance.endpoint) as channel:
             admin = admin_pb2_grpc.AdminServiceStub(channel)
-            changes = admin.WatchTransfers(admin_pb2.WatchTransfersRequest(), timeout=10)
+            changes = admin.WatchTransfers(admin_pb2.WatchTransfersRequest(), timeout=60)
             changes.initial_metadata()
-            while admin.ListTransfers(admin_pb2.ListTransfersRequest(), timeout=5).transfers:
+            while admin.ListTransfers(admin_pb2.ListTransfersRequest(), timeout=60).transfers:
                 next(changes)
             changes.cancel()
 
@@ -113,13 +113,42 @@ def test_the_same_seed_gives_the_same_answer(cluster: LocalCluster) -> None:
     assert first == second != greedy
 
 
+def test_several_answers_stand_below_each_other_by_their_numbers(cluster: LocalCluster) -> None:
+    where = ("--endpoint", cluster.router_endpoint, "--max-tokens", "4", "--ignore-eos")
+    sampled = ("generate", "hi", *where, "--temperature", "1", "--seed", "5", "-n", "3")
+    shown, told = pd_grpc(*sampled), pd_grpc(*sampled, "--json")
+    assert (shown.returncode, told.returncode) == (0, 0), shown.stderr + told.stderr
+    answer = json.loads(told.stdout)
+    texts = [choice["text"] for choice in answer["choices"]]
+    assert len({*texts}) == 3
+    assert shown.stdout == "".join(f"[{i}] {text}\n" for i, text in enumerate(texts))
+    assert [choice["finish_reason"] for choice in answer["choices"]] == ["length"] * 3
+    assert answer["usage"]["completion_tokens"] == 12
+    assert answer["usage"]["prompt_tokens"] == answer["choices"][1]["usage"]["prompt_tokens"]
+    assert re.fullmatch("[0-9a-f]{32}", answer["trace_id"])
+
+
 @pytest.mark.parametrize(
     ("flags", "status", "says"),
     [
+        (["-n", "129"], 1, "INVALID_ARGUMENT BAD_REQUEST: sampling.n: must be at most 128"),
+        (["-n", "0"], 2, "--n"),
         (["--top-k", "-1"], 1, "INVALID_ARGUMENT BAD_REQUEST: sampling.top_k: must be"),
         (["--temperature", "nan"], 1, "INVALID_ARGUMENT BAD_REQUEST: sampling.temperature"),
         (["--max-tokens", "100000000"], 1, "INVALID_ARGUMENT TOO_LARGE: "),
         (["--deadline", "0.05"], 1, "DEADLINE_EXCEEDED STAGE_DEADLINE: "),
+        (["--min-p", "0.5"], 1, "UNIMPLEMENTED FEATURE: sampling.min_p"),
+        (["--repetition-penalty", "0"], 1, "BAD_REQUEST: sampling.repetition_penalty: must be"),
+        (["--presence-penalty", "2.5"], 1, "BAD_REQUEST: sampling.presence_penalty: must be"),
+        (["--frequency-penalty", "nan"], 1, "BAD_REQUEST: sampling.frequency_penalty: must be"),
+        (["--logit-bias", "3=-1e3"], 1, "BAD_REQUEST: sampling.logit_bias: each bias must be"),
+        (["--regex", "[0-9]+"], 1, "UNIMPLEMENTED FEATURE: sampling.structured_output"),
+        (["--regex", ""], 1, "sampling.structured_output: regex: must have 1 to 16384 bytes"),
+        (["--json-schema", "/dev/null"], 1, "structured_output: json_schema: must have 1 to 65536"),
+        (["--json-schema", "none.json"], 2, "--json-schema none.json cannot be read: "),
+        (["--json-schema", "-", "--regex", "a"], 2, "--regex cannot be given beside --json-schema"),
+        (["--logit-bias", "3:1"], 2, "--logit-bias must be ID=BIAS, such as 42=-1.5, not 3:1"),
+        (["--logit-bias", "-1=1"], 2, "--logit-bias"),
         (["--seed", "-1"], 2, "--seed must be at least 0, not -1"),
         (["--max-tokens", "-1"], 1, "BAD_REQUEST: sampling.max_tokens: must be at least 1\n"),
         (["--deadline", "-3"], 2, "--deadline must be above 0 and at most 1000000000 seconds"),
@@ -181,7 +210,7 @@ def test_an_interrupt_ends_the_request_everywhere(cluster: LocalCluster) -> None
         assert process.stdout.read(2)
         process.send_signal(signal.SIGINT)
         process.stdout.read()
-        assert process.wait(10) == 130
+        assert process.wait(60) == 130
     until_nothing_is_in_flight(cluster)
     for instance in status(cluster.router_endpoint):
         assert instance["transfers"] == 0
@@ -306,5 +335,5 @@ def test_serve_prints_one_line_when_ready_and_stops_on_a_signal() -> None:
         line = process.stdout.readline()
         assert re.fullmatch(r"ready router r1 127\.0\.0\.1:\d+\n", line)
         process.send_signal(signal.SIGTERM)
-        assert process.wait(10) == 0
+        assert process.wait(60) == 0
         assert process.stdout.read() == ""

@@ -111,6 +111,13 @@ async def test_a_failure_is_explained_by_the_messages_exchanged(
     assert case["passed"] is False and "expected a session_id" in case["explanation"]
 
 
+async def test_a_d_of_several_shards_cannot_be_judged() -> None:
+    async with decode_server(tp=2) as d:
+        code, output = await run("--decode", d.endpoint, "--only", "D101")
+    assert code == 1 and "cannot be judged" in output
+    assert "expected one shard" in output and "got 2" in output
+
+
 async def test_nobody_there() -> None:
     code, output = await run("--decode", "127.0.0.1:9", "--answer-s", "1")
     assert code == 1 and "127.0.0.1:9" in output

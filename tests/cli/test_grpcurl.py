@@ -37,7 +37,7 @@ def grpcurl(endpoint: str, *arguments: str, body: str | None = None) -> str:
         [GRPCURL, "-plaintext", *data, endpoint, *arguments],
         capture_output=True,
         text=True,
-        timeout=20,
+        timeout=60,
         check=False,
     )
     assert result.returncode == 0, result.stderr

@@ -137,6 +137,51 @@ def test_a_duration_that_is_no_finite_number_is_refused(value: str) -> None:
     assert "lease_s" in error_of([f"--lease-s={value}"])
 
 
+@pytest.mark.parametrize(
+    ("transports", "wrong"),
+    [("rdma", "there is no transport rdma"), ("shm,my.rdma", "there is no module my.rdma")],
+)
+def test_a_transport_that_is_not_there_names_those_that_are(transports: str, wrong: str) -> None:
+    assert error_of(["--transports", transports]) == (
+        "transports must be among shm, nixl, inline and Python modules with a dot in their names: "
+        f"{wrong} (from --transports)"
+    )
+
+
+@pytest.mark.parametrize(
+    ("argv", "says"),
+    [
+        (
+            ["--bulk-port", "65534", "--tp", "3"],
+            "bulk_port counts on to 65536, and 65535 is the last (from --bulk-port)",
+        ),
+        (
+            ["--bulk-port", "7000", "--tp", "2", "--pp", "2", "--port", "7003"],
+            "bulk_port takes 7000 to 7003, and 7003 is the control port (port) (from --bulk-port)",
+        ),
+        (
+            ["--bulk-port", "7000", "--port", "7000"],
+            "bulk_port takes 7000, and 7000 is the control port (port) (from --bulk-port)",
+        ),
+    ],
+)
+def test_ports_of_shards_that_are_none_or_taken_are_refused(argv: list[str], says: str) -> None:
+    assert error_of(argv) == says
+
+
+def test_ports_of_shards_may_reach_to_the_last_and_to_beside_the_control_port() -> None:
+    last = load_settings(DecodeConfig, ["--bulk-port", "65534", "--tp", "2"], {})
+    beside = load_settings(DecodeConfig, ["--bulk-port", "7000", "--tp", "2", "--port", "7002"], {})
+    assert (last.bulk_port, beside.bulk_port) == (65534, 7000)
+
+
+def test_one_alone_of_a_list_needs_no_brackets_in_the_file(write_toml: WriteToml) -> None:
+    toml = write_toml('transports = "inline"\nprefill = "a:1"\ndecode = "b:2"')
+    assert load_settings(DecodeConfig, [], {}, toml).transports == ("inline",)
+    router = load_settings(RouterConfig, [], {}, toml)
+    assert (router.prefill, router.decode) == (("a:1",), ("b:2",))
+
+
 def test_every_wrong_field_is_named_at_once() -> None:
     message = error_of(["--lease-s", "0"], {"PD_BLOCK_SIZE": "many"})
     assert "(from --lease-s)" in message

@@ -180,6 +180,21 @@ async def test_an_operator_reads_the_trace_of_an_answer_without_a_backend() -> N
         assert "UNKNOWN_TRANSFER" in unknown.stderr and unknown.stdout == ""
 
 
+async def test_each_choice_of_a_request_has_its_own_sums() -> None:
+    words = " ".join(["word"] * 40)
+    async with cluster(**KEPT) as running:
+        asked = ("generate", words, "-n", "2", "--max-tokens", "4", "--ignore-eos")
+        where = ("--endpoint", running.router.endpoint)
+        done = await asyncio.to_thread(pd_grpc, *asked, *where, "--trace", "--json")
+        answer = json.loads(done.stdout)
+        shown = await asyncio.to_thread(pd_grpc, "trace", answer["trace_id"], *where)
+    assert names(answer["spans"]) == SPANS | {"pd.choice"}
+    choices = [bar for bar in answer["waterfall"] if bar["name"] == "pd.choice"]
+    assert [bar["outcome"] for bar in choices] == ["ok", "ok"]
+    assert shown.stdout.count("\nfirst token after ") == 2
+    assert shown.stdout.count("\nsecond token behind it by ") == 2
+
+
 async def test_a_request_that_failed_shows_where() -> None:
     small = {"num_blocks": 4}
     async with cluster(prefill_settings=small, decode_settings=small, **KEPT) as c:

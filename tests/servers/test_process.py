@@ -124,7 +124,7 @@ def test_a_step_that_hangs_does_not_keep_a_process_from_ending() -> None:
             stub = inference_pb2_grpc.InferenceServiceStub(channel)
             call = stub.Generate(request, timeout=END_S)
             admin = admin_pb2_grpc.AdminServiceStub(channel)
-            while not admin.ListTransfers(admin_pb2.ListTransfersRequest(), timeout=5).transfers:
+            while not admin.ListTransfers(admin_pb2.ListTransfersRequest(), timeout=60).transfers:
                 pass
             running.send_signal(signal.SIGTERM)
             with pytest.raises(grpc.RpcError) as raised:

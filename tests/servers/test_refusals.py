@@ -32,6 +32,7 @@ def test_a_port_in_use_is_status_3_and_named(role: str, flag: str) -> None:
         ("decode", ["--max-model-len", "100000", "--num-blocks", "4"], "num_blocks"),
         ("decode", ["--sim-heads", "1", "--sim-head-dim", "8"], "sim_head_dim"),
         ("decode", ["--engine", "torch", "--model", "/nowhere"], "/nowhere"),
+        ("decode", ["--pool-gib", "1", "--num-blocks", "4"], "pool_gib"),
         ("prefill", ["--prefill-batch", "0"], "prefill_batch"),
         ("prefill", ["--block-size", "5", "--chunk-tokens", "16"], "chunk_tokens"),
         ("prefill", ["--bulk-port", "5"], "--bulk-port"),

@@ -63,7 +63,7 @@ class Collector:
         """Be away: calls under way end with an error, new ones find nobody."""
         if self._server is not None:
             self._leaving(True)
-            self._server.stop(None).wait(10)
+            self._server.stop(None).wait(60)
             self._server = None
 
     def _leaving(self, leaving: bool) -> None:

@@ -92,7 +92,7 @@ class Echo:
         if what == b"wait":
             context.add_callback(self.over.set)
             self.waiting.set()
-            assert self.over.wait(10)
+            assert self.over.wait(60)
         return what
 
     def sync_unary_unary(self, request: bytes, context: Any) -> bytes:

@@ -22,12 +22,17 @@ from pd_grpc.protocol.clock import SystemClock
 from pd_grpc.telemetry import names
 from pd_grpc.telemetry.exporting import STOP_S, Telemetry, make_telemetry
 from pd_grpc.telemetry.instruments import Instruments
+from pd_grpc.telemetry.otlp import ATTEMPT_S
 from pd_grpc.telemetry.tracing import Tracing
 from tests.telemetry.collector import Collector, deaf_port, mute_port
 
+pytestmark = pytest.mark.longest
+
 QUEUE, BATCH = 64, 16
-SCHEDULING_S = 1.0
-"""What a busy machine may add to a time."""
+SCHEDULING_S = 20.0
+"""What a slow and busy machine may add to a time."""
+MANY = 20 * QUEUE
+"""Spans: if each batch of them were waited for, that would be minutes."""
 
 
 @pytest.fixture(autouse=True)
@@ -47,14 +52,16 @@ class Working:
         self._tracing = Tracing(SystemClock(), "d0", "decode", telemetry.tracers)
         instruments = Instruments("d0", telemetry.meters)
         self._refusals = instruments.counter(names.METRIC_REFUSALS)
-        self.longest_s = 0.0
 
     def do(self, spans: int = 1) -> None:
         for _ in range(spans):
-            began = time.monotonic()
             self._tracing.end(self._tracing.start(names.SPAN_DECODE))
             self._refusals.add(1, {"reason": "NO_BLOCKS"})
-            self.longest_s = max(self.longest_s, time.monotonic() - began)
+
+    def do_without_waiting(self, spans: int) -> None:
+        began = time.monotonic()
+        self.do(spans)
+        assert time.monotonic() - began < SCHEDULING_S < spans / BATCH * ATTEMPT_S / 2
 
 
 @contextmanager
@@ -80,7 +87,7 @@ def lines(caplog: pytest.LogCaptureFixture, signal: str) -> list[str]:
     return [r.getMessage() for r in ours if signal in r.getMessage().split(":")[0]]
 
 
-def wait_for(condition: Callable[[], bool], what: str, limit_s: float = 20.0) -> None:
+def wait_for(condition: Callable[[], bool], what: str, limit_s: float = 60.0) -> None:
     """Until it holds; `condition` may do some work each time that it is looked at."""
     until = time.monotonic() + limit_s
     while not condition():
@@ -97,11 +104,11 @@ def test_where_nobody_listens_each_signal_is_one_line(caplog: pytest.LogCaptureF
             return time.monotonic() - began > 4.0
 
         wait_for(batches_have_failed, "four seconds of work")
+        work.do_without_waiting(MANY)
     for signal in ("spans", "metrics"):
         (line,) = lines(caplog, signal)
         assert line.startswith(f"{signal} are dropped until the collector takes them: ")
         assert "UNAVAILABLE" in line
-    assert work.longest_s < SCHEDULING_S
 
 
 def test_a_port_that_never_answers_holds_up_neither_work_nor_stop(
@@ -114,9 +121,8 @@ def test_a_port_that_never_answers_holds_up_neither_work_nor_stop(
             return all(lines(caplog, signal) for signal in ("spans", "metrics"))
 
         wait_for(told, "a line for each signal")
-        work.do(10 * QUEUE)
+        work.do_without_waiting(MANY)
     assert [len(lines(caplog, signal)) for signal in ("spans", "metrics")] == [1, 1]
-    assert work.longest_s < SCHEDULING_S
 
 
 @pytest.mark.parametrize("code", [grpc.StatusCode.RESOURCE_EXHAUSTED, grpc.StatusCode.UNKNOWN])
@@ -157,7 +163,6 @@ def test_a_collector_slower_than_the_spans_are_made_loses_some_and_that_is_said_
             before = len(collector.all_spans())
             wait_for(lambda: len(collector.all_spans()) >= before + QUEUE, "what had waited")
     assert len(lines(caplog, "spans")) == 1
-    assert work.longest_s < SCHEDULING_S
 
 
 def test_a_stop_gives_up_on_a_collector_that_answers_too_slowly(

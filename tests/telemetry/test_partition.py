@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
+from typing import Any
 
 import pytest
 
@@ -283,3 +284,32 @@ def test_an_attempt_that_is_no_number_is_none(told: str) -> None:
     span = Work("a", "", "pd.compute", P, 0, 1.0, attributes={names.ATTR_ATTEMPT: told})
     assert span.attempt == 0
     assert partition([span]).critical == ()
+
+
+def test_choices_of_a_request_are_told_apart_and_from_the_request() -> None:
+    request = work("pd.request", ROUTER, 0, 160, transfer_id="")
+    route = work("pd.route", ROUTER, 0, 2, transfer_id="")
+    choices = []
+    for number in (0, 1):
+        about: dict[str, Any] = {
+            "transfer_id": f"t-{number}",
+            "parent": f"pd.choice router {number}",
+        }
+        choices.append(
+            [
+                work("pd.choice", ROUTER, number, 150, [first(40)], transfer_id=f"t-{number}"),
+                work("pd.route", ROUTER, number, 3, **about),
+                work("pd.compute", P, number + 3, 30, **about),
+                # The calls in between were not kept.
+                work("pd.decode", D, number + 50, 90, transfer_id=f"t-{number}", parent="lost"),
+            ]
+        )
+    found = requests([request, route, *choices[0], *choices[1]])
+    assert [{span.span_id for span in each} for each in found] == [
+        {span.span_id for span in each} for each in ([request, route], *choices)
+    ]
+    for each in choices:
+        told = partition(each)
+        assert told.to_first_s == pytest.approx(0.040)
+        assert (told.stages["route"], told.stages["compute"]) == (0.003, 0.030)
+    assert partition([request, route]).to_first_s is None

@@ -114,7 +114,7 @@ async def test_a_call_that_is_cancelled(client: str, server: str, shape: str) ->
 
 @pytest.mark.parametrize(("client", "server", "shape"), EACH)
 async def test_a_call_whose_time_is_over(client: str, server: str, shape: str) -> None:
-    status, made, served = await _recorded(Recorder(), client, server, shape, b"wait", timeout=0.3)
+    status, made, served = await _recorded(Recorder(), client, server, shape, b"wait", timeout=1.5)
     assert status == "DEADLINE_EXCEEDED"
     assert made.attributes is not None and served.attributes is not None
     assert made.attributes["rpc.response.status_code"] == "DEADLINE_EXCEEDED"

@@ -77,7 +77,7 @@ async def ask(servers: Cluster, name: str, *metadata: tuple[str, str | bytes]) -
         message = request([5, 6, 7, 8], SAMPLING, name)
         tokens = [
             token
-            async for part in stub.Generate(message, timeout=20, metadata=metadata)
+            async for part in stub.Generate(message, timeout=60, metadata=metadata)
             for token in part.token_ids
         ]
     assert len(tokens) == 3
@@ -87,7 +87,7 @@ async def trace_of(servers: Cluster, name: str) -> tuple[str, set[tuple[str, str
     """The id of a request's trace, and what work there is in it."""
     async with grpc.aio.insecure_channel(servers.router.endpoint) as channel:
         admin = admin_pb2_grpc.AdminServiceStub(channel)
-        told = await admin.GetTrace(admin_pb2.GetTraceRequest(id=name, peers=True), timeout=10)
+        told = await admin.GetTrace(admin_pb2.GetTraceRequest(id=name, peers=True), timeout=60)
     (found,) = {span.trace_id for span in told.spans}
     return found, {(span.name, span.instance) for span in told.spans}
 

@@ -161,7 +161,7 @@ async def test_the_parent_survives_a_call(
     metadata = inject(tracing.context(span), [("x-other", "kept")])
     async with rpc.aio_channel(endpoint, Timeouts(), Sizes()) as channel:
         stub = admin_pb2_grpc.AdminServiceStub(channel)
-        await stub.Drain(admin_pb2.DrainRequest(), metadata=metadata, timeout=10)
+        await stub.Drain(admin_pb2.DrainRequest(), metadata=metadata, timeout=60)
     tracing.end(span)
     caller, served = recorder.span("pd.request"), recorder.span("pd.prefill_request")
     assert parent_of(served) == id_of(caller)
@@ -178,7 +178,7 @@ async def test_the_trace_passes_through_an_instance_that_records_nothing(
     async with rpc.aio_channel(endpoint, Timeouts(), Sizes()) as channel:
         stub = admin_pb2_grpc.AdminServiceStub(channel)
         metadata = inject(router.context(inner))
-        await stub.Drain(admin_pb2.DrainRequest(), metadata=metadata, timeout=10)
+        await stub.Drain(admin_pb2.DrainRequest(), metadata=metadata, timeout=60)
     router.end(inner, error=("INTERNAL", "ENGINE_ERROR"))
     client.end(span)
     assert parent_of(recorder.span("pd.prefill_request")) == id_of(recorder.span("client"))
