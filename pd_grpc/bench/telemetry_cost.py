@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
 from opentelemetry.sdk.trace.export import (
@@ -27,38 +27,49 @@ _ATTRIBUTES: Mapping[str, AttributeValue] = {
 }
 
 
-class _Encoding(SpanExporter):
-    """Encodes as the exporter over gRPC does, and sends nothing."""
+class Encoding(SpanExporter):
+    """Encodes whole batches as the exporter over gRPC does, and sends nothing."""
+
+    BATCH = 512
+    """Spans that are encoded at once."""
 
     def __init__(self) -> None:
+        self.encoded_bytes = 0
         self._encoder = SpanEncoder()
-        self.batch: list[ReadableSpan] = []
+        self._batch: list[ReadableSpan] = []
 
     def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
-        self.batch.extend(spans)
-        if len(self.batch) >= 512:
-            self._encoder.encode(self.batch)
-            self.batch.clear()
+        self._batch.extend(spans)
+        if len(self._batch) >= self.BATCH:
+            self.encoded_bytes += len(self._encoder.encode(self._batch))
+            self._batch.clear()
         return SpanExportResult.SUCCESS
+
+
+def ways(encoding: SpanExporter) -> dict[str, Tracing]:
+    """What may become of a span, by name; that of `encoded` alone goes to `encoding`."""
+    clock = SystemClock()
+    always, never = ParentBased(ALWAYS_ON), ParentBased(ALWAYS_OFF)
+    by_sdk = TracerProvider(always, shutdown_on_exit=False)
+    return {
+        "off": Tracing(clock, "p0", "prefill"),
+        "sampled_out": Tracing(clock, "p0", "prefill", _provider(never)),
+        "recorded_by_sdk": Tracing(clock, "p0", "prefill", by_sdk),
+        "recorded": Tracing(clock, "p0", "prefill", _provider(always)),
+        "kept": Tracing(clock, "p0", "prefill", None, 256),
+        "encoded": Tracing(clock, "p0", "prefill", _provider(always, encoding)),
+    }
 
 
 def span_costs(spans: int = 2000) -> dict[str, float]:
     """Microseconds of CPU for one child span with the attributes of a stage, started and ended,
-    by what becomes of it: the least of some rounds."""
-    clock = SystemClock()
-    ways: dict[str, Callable[[], Tracing]] = {
-        "off": lambda: Tracing(clock, "p0", "prefill"),
-        "sampled_out": lambda: Tracing(clock, "p0", "prefill", _provider(ParentBased(ALWAYS_OFF))),
-        "recorded_by_sdk": lambda: Tracing(
-            clock, "p0", "prefill", TracerProvider(ParentBased(ALWAYS_ON), shutdown_on_exit=False)
-        ),
-        "recorded": lambda: Tracing(clock, "p0", "prefill", _provider(ParentBased(ALWAYS_ON))),
-        "kept": lambda: Tracing(clock, "p0", "prefill", None, 256),
-        "encoded": lambda: Tracing(
-            clock, "p0", "prefill", _provider(ParentBased(ALWAYS_ON), _Encoding())
-        ),
-    }
-    return {name: _per_span_us(make(), spans) for name, make in ways.items()}
+    by what becomes of it: the least of some rounds, in each of which the ways take turns."""
+    tracings = ways(Encoding())
+    taken: dict[str, list[float]] = {name: [] for name in tracings}
+    for _ in range(_ROUNDS):
+        for name, tracing in tracings.items():
+            taken[name].append(_per_span_us(tracing, spans))
+    return {name: min(each) for name, each in taken.items()}
 
 
 def _provider(sampler: ParentBased, exporter: SpanExporter | None = None) -> TracerProvider:
@@ -69,15 +80,12 @@ def _provider(sampler: ParentBased, exporter: SpanExporter | None = None) -> Tra
 
 
 def _per_span_us(tracing: Tracing, spans: int) -> float:
-    taken = []
-    for _ in range(_ROUNDS):
-        begun = time.thread_time()
-        for _ in range(spans // 8):
-            root = tracing.start(names.SPAN_PREFILL_REQUEST, attributes=_ATTRIBUTES)
-            parent = tracing.context(root)
-            for _ in range(7):
-                child = tracing.start(names.SPAN_QUEUE, parent=parent, attributes=_ATTRIBUTES)
-                tracing.end(child)
-            tracing.end(root)
-        taken.append((time.thread_time() - begun) / (spans // 8 * 8))
-    return min(taken) * 1e6
+    begun = time.thread_time()
+    for _ in range(spans // 8):
+        root = tracing.start(names.SPAN_PREFILL_REQUEST, attributes=_ATTRIBUTES)
+        parent = tracing.context(root)
+        for _ in range(7):
+            child = tracing.start(names.SPAN_QUEUE, parent=parent, attributes=_ATTRIBUTES)
+            tracing.end(child)
+        tracing.end(root)
+    return (time.thread_time() - begun) / (spans // 8 * 8) * 1e6

@@ -48,13 +48,23 @@ WORKERS = {
     "observed-server": ("pd_grpc.bench.telemetry_workers", "ObservedServer"),
     "asker": ("pd_grpc.bench.telemetry_workers", "Asker"),
     "sink": ("pd_grpc.bench.telemetry_sink", "Sink"),
+    "serve-client": ("pd_grpc.bench.serve.client", "ServeClient"),
     "kv-asker": ("pd_grpc.bench.kv.decoding", "KvAsker"),
     "kv-pusher": ("pd_grpc.bench.kv.decoding", "KvPusher"),
     "kv-receiver": ("pd_grpc.bench.kv.workers", "KvReceiver"),
     "kv-sender": ("pd_grpc.bench.kv.workers", "KvSender"),
 }
 """Imported only where they are needed: dozens of processes are started."""
-_PLAIN = frozenset({"plain-prefill", "plain-decode", "plain-router", "observed-server"})
+_PLAIN = frozenset(
+    {
+        "plain-prefill",
+        "plain-decode",
+        "plain-router",
+        "observed-server",
+        "kv-receiver",
+        "kv-sender",
+    }
+)
 """They collect garbage as the servers do, for how their memory grows is looked at, or what their
 telemetry costs."""
 

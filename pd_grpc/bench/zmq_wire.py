@@ -21,11 +21,11 @@ class MissingExtra(RuntimeError):
 
 
 def load(module: str) -> Any:
-    """A module of the `bench` extra, or torch. MissingExtra."""
+    """A module of the `bench` extra, or what the torch engine needs. MissingExtra."""
     try:
         return importlib.import_module(module)
     except ImportError as error:
-        extra = "all" if module == "torch" else "bench"
+        extra = "all" if module in ("torch", "transformers") else "bench"
         raise MissingExtra(
             f"{module} is not installed; the benchmark needs `pip install pd-grpc[{extra}]`"
         ) from error

@@ -1,21 +1,22 @@
-"""KV leaves layer by layer while the next layers are computed."""
+"""KV leaves while the next layers are computed, in processes of their own."""
 
 from __future__ import annotations
 
-from pd_grpc.bench.kv.overlap import bench_overlap
+from pd_grpc.bench.kv.overlap import Overlap, bench_overlap
 
-COMPUTE_S = 3.0
-AT_MOST = 1.5
-"""Shares of one layer that are left to send when computing has ended; all 16 without overlap."""
-TRIES = 3
-"""On a machine that others use as well the best counts."""
+COMPUTE_S = 2.0
+ROUNDS = 3
+AT_MOST = 4.0
+"""Shares of one layer that are left to send when computing has ended; all 16 without overlap. What
+it comes to where nothing else runs is the benchmark's to say, and that no layer waits for the next
+one is shown without a clock in `tests/prefill/test_overlap.py`."""
 
 
-async def test_only_the_last_layer_is_left_to_send_when_computing_has_ended() -> None:
-    found: list[float] = []
-    while len(found) < TRIES and (not found or min(found) > AT_MOST):
-        figures = await bench_overlap(1, COMPUTE_S, print)
-        found += figures["overlap"]["over_layer_share"]
-        print(figures)
-        assert figures["overlap"]["compute_s"][0] >= COMPUTE_S
-    assert min(found) <= AT_MOST, found
+async def test_little_is_left_to_send_when_computing_has_ended() -> None:
+    found = Overlap()
+    await bench_overlap(ROUNDS, COMPUTE_S, print, found)
+    figures = found.figures()
+    print(figures)
+    assert len(figures["overlap"]["over_layer_share"]) == ROUNDS
+    assert min(figures["overlap"]["compute_s"]) >= COMPUTE_S
+    assert figures["exposed_over_layer_share"] <= AT_MOST, "the median"

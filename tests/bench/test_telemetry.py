@@ -26,7 +26,7 @@ from pd_grpc.bench.telemetry import (
     order,
     workload_figures,
 )
-from pd_grpc.bench.telemetry_cost import span_costs
+from pd_grpc.bench.telemetry_cost import Encoding, span_costs, ways
 from pd_grpc.bench.telemetry_sink import count_spans
 from pd_grpc.bench.telemetry_systems import (
     CLIENT,
@@ -40,6 +40,7 @@ from pd_grpc.bench.telemetry_systems import (
 )
 from pd_grpc.bench.workload import Length
 from pd_grpc.protocol.config import TelemetryConfig
+from pd_grpc.telemetry import names
 from tests.cli.running import pd_grpc
 
 WORKLOAD = Workload("a few", 64, 8, requests=4, at_once=2, time_scale=0.0, rounds=2, together=1)
@@ -89,10 +90,10 @@ def test_spans_that_a_trace_lacks_and_those_of_traces_that_never_came_are_lost()
 
 
 def test_each_variant_comes_first_and_none_always_follows_the_same() -> None:
-    names = list(VARIANTS)
-    orders = [order(names, number) for number in range(2 * len(names))]
-    assert all(sorted(each) == sorted(names) for each in orders)
-    assert [each[0] for each in orders[: len(names)]] == names
+    variants = list(VARIANTS)
+    orders = [order(variants, number) for number in range(2 * len(variants))]
+    assert all(sorted(each) == sorted(variants) for each in orders)
+    assert [each[0] for each in orders[: len(variants)]] == variants
     before = {each[each.index("on") - 1] for each in orders if each[0] != "on"}
     assert len(before) > 1
 
@@ -123,10 +124,36 @@ def test_nothing_is_counted_of_nothing() -> None:
     assert count_spans([])["spans"] == count_spans([])["missing"] == 0
 
 
-def test_a_span_costs_the_more_the_more_becomes_of_it() -> None:
+def test_each_way_of_a_span_makes_of_it_what_its_name_says() -> None:
+    exporter = InMemorySpanExporter()
+    recording, kept, exported = set(), set(), set()
+    for name, tracing in ways(exporter).items():
+        span = tracing.start("pd.test", attributes={names.ATTR_TRANSFER_ID: "t-1"})
+        if span.is_recording():
+            recording.add(name)
+        tracing.end(span)
+        if tracing.recent.find("t-1"):
+            kept.add(name)
+        if exporter.get_finished_spans():
+            exported.add(name)
+            exporter.clear()
+    assert recording == {"recorded_by_sdk", "recorded", "kept", "encoded"}
+    assert (kept, exported) == ({"kept"}, {"encoded"})
+
+
+def test_spans_are_encoded_batch_by_batch() -> None:
+    encoding = Encoding()
+    tracing = ways(encoding)["encoded"]
+    for _ in range(Encoding.BATCH):
+        assert encoding.encoded_bytes == 0
+        tracing.end(tracing.start("pd.test"))
+    assert encoding.encoded_bytes > Encoding.BATCH
+
+
+def test_a_span_has_a_cost_in_each_way() -> None:
     costs = span_costs(spans=400)
-    assert 0 < costs["off"] < costs["recorded"] < costs["encoded"]
-    assert costs["sampled_out"] < costs["recorded"]
+    assert costs.keys() == ways(Encoding()).keys()
+    assert all(cost > 0 for cost in costs.values())
 
 
 def test_a_quick_run_has_every_workload_and_less_of_each() -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import grpc
 import grpc.aio
 
+from pd_grpc.bench.kv import ways
 from pd_grpc.bench.kv.pool import MIB, KvPool
 from pd_grpc.bench.kv.ways import Tables
 from pd_grpc.protocol import rpc
@@ -57,7 +58,7 @@ class Landing:
         return b"1"
 
 
-class Sending:
+class Sending(ways.Sending):
     """A client of it, with the channel options of ours."""
 
     def __init__(self) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -13,9 +13,10 @@ from typing import Any
 import grpc
 import grpc.aio
 
+from pd_grpc.bench.kv.beside import spinning
 from pd_grpc.bench.kv.legs import START_S
 from pd_grpc.bench.kv.pool import LAYERS, LAYOUT, KvPool
-from pd_grpc.bench.kv.pushing import Pusher
+from pd_grpc.bench.kv.pushing import LIMIT_S, Pusher
 from pd_grpc.bench.processes import WorkerProcess
 from pd_grpc.bench.statistics import percentile
 from pd_grpc.conformance.decode.prefill import KitPrefill
@@ -36,20 +37,28 @@ from pd_grpc.v1 import (
     types_pb2,
 )
 
+KINDS = ("quiet", "busy", "apart", "spinning")
+"""Of stretches: see `READING` of the figures."""
 TRANSFERS = 8
 _BLOCKS = 32
 """Of each transfer: 16 MiB."""
 _STREAMS = 4
-_OUTPUT = 120
+_OUTPUT = 800
+"""Tokens of a request, which outlasts a stretch: a prompt is computed between the steps of others,
+and one step in a hundred is just what a 99th percentile falls upon."""
+_SETTLE_S = 0.5
+"""Of a stretch, until all streams have begun: for the same reason it does not count."""
 _PROBE_S = 0.01
 _CALL_S = 30.0
+REST_S = LIMIT_S + _CALL_S
+"""What a transfer that does not land may take, and giving its blocks back."""
 SETTINGS: Mapping[str, Any] = {
     "engine": "sim",
     "sim_layers": LAYERS,
     "sim_heads": 8,
     "sim_head_dim": 128,
     "block_size": LAYOUT.block_size,
-    "num_blocks": 2 * TRANSFERS * _BLOCKS,
+    "num_blocks": 3 * TRANSFERS * _BLOCKS,
     "sim_time_scale": 4.0,
     "log_level": "error",
 }
@@ -81,9 +90,11 @@ class KvAsker:
     async def do(self, command: Mapping[str, Any]) -> Any:
         if command["do"] != "watch":
             raise ValueError(f"do: {command['do']!r} is nothing that an asker does")
-        heard, until = _Heard(), time.perf_counter() + command["seconds"]
+        since = time.perf_counter() + _SETTLE_S
+        heard, until = _Heard(), since + command["seconds"]
         await asyncio.gather(
-            self._probe(heard, until), *(self._ask(heard, until) for _ in range(_STREAMS))
+            self._probe(heard, since, until),
+            *(self._ask(heard, since, until) for _ in range(_STREAMS)),
         )
         return heard.__dict__
 
@@ -91,7 +102,7 @@ class KvAsker:
         await self._answers.close(None)
         await self._control.close(None)
 
-    async def _ask(self, heard: _Heard, until: float) -> None:
+    async def _ask(self, heard: _Heard, since: float, until: float) -> None:
         stub = inference_pb2_grpc.InferenceServiceStub(self._answers)
         while time.perf_counter() < until:
             self._numbers += 1
@@ -107,7 +118,7 @@ class KvAsker:
             try:
                 async for message in call:
                     now = time.perf_counter()
-                    if tokens and message.token_ids:
+                    if before >= since and message.token_ids:
                         heard.gaps_ms.append((now - before) * 1000)
                     tokens += len(message.token_ids)
                     before = now
@@ -119,12 +130,13 @@ class KvAsker:
                 return
             heard.failed += tokens != _OUTPUT
 
-    async def _probe(self, heard: _Heard, until: float) -> None:
+    async def _probe(self, heard: _Heard, since: float, until: float) -> None:
         stub = admin_pb2_grpc.AdminServiceStub(self._control)
         while time.perf_counter() < until:
             began = time.perf_counter()
             await stub.GetServerInfo(admin_pb2.GetServerInfoRequest(), timeout=_CALL_S)
-            heard.control_ms.append((time.perf_counter() - began) * 1000)
+            if began >= since:
+                heard.control_ms.append((time.perf_counter() - began) * 1000)
             await asyncio.sleep(_PROBE_S)
 
 
@@ -138,6 +150,7 @@ class KvPusher:
         self._numbers = 0
         self._bytes = 0
         self._pushing: list[asyncio.Task[None]] = []
+        self._resting = False
 
     async def start(self) -> Mapping[str, Any]:
         config = PrefillConfig()
@@ -155,10 +168,12 @@ class KvPusher:
 
     async def do(self, command: Mapping[str, Any]) -> Any:
         if command["do"] == "push":
-            self._bytes = 0
+            self._bytes, self._resting = 0, False
             self._pushing = [asyncio.create_task(self._push(i)) for i in range(TRANSFERS)]
             return True
         if command["do"] == "rest":
+            # Python 3.11 loses a cancellation that meets the end of what `wait_for` waits for.
+            self._resting = True
             for task in self._pushing:
                 task.cancel()
             done = await asyncio.gather(*self._pushing, return_exceptions=True)
@@ -177,7 +192,7 @@ class KvPusher:
         blocks = list(range(lane * _BLOCKS, (lane + 1) * _BLOCKS))
         tokens = _BLOCKS * self._layout.block_size
         over = Fault(Reason.SUPERSEDED, "that was all")
-        while True:
+        while not self._resting:
             self._numbers += 1
             name = f"pushed-{self._numbers}"
             request = Request(name, prompt_of(name, tokens, 0), self._epoch, request_id=name)
@@ -198,55 +213,97 @@ class KvPusher:
                 await asyncio.shield(self._prefill.release(request, cause=over))
 
 
+@dataclass
+class Stretches:
+    """What was heard in stretches of time of every kind, and how much KV landed meanwhile."""
+
+    heard: dict[str, list[Mapping[str, Any]]] = field(default_factory=dict)
+    landed: dict[str, float] = field(default_factory=dict)
+    """Bytes a second, a sum over the stretches of a kind."""
+
+    def figures(self) -> dict[str, Any]:
+        """Of all rounds together, for a p99 takes many; null where nothing was heard."""
+        itl = {name: self._p99(name, "gaps_ms") for name in KINDS}
+        control = {name: self._p99(name, "control_ms") for name in KINDS}
+        every = [each for stretches in self.heard.values() for each in stretches]
+        return {
+            "itl_p99_under_transfers": _over(itl, "busy"),
+            "control_p99_under_bulk": _over(control, "busy"),
+            "itl_p99_beside_bulk_apart": _over(itl, "apart"),
+            "control_p99_beside_bulk_apart": _over(control, "apart"),
+            "itl_p99_beside_spinning": _over(itl, "spinning"),
+            "control_p99_beside_spinning": _over(control, "spinning"),
+            "decoding": {
+                "itl_p99_ms": itl,
+                "control_p99_ms": control,
+                "tokens": {n: sum(len(h["gaps_ms"]) for h in s) for n, s in self.heard.items()},
+                "landed_gib_per_s": {
+                    name: rate / len(self.heard[name]) / (1 << 30)
+                    for name, rate in self.landed.items()
+                    if self.heard.get(name)
+                },
+                "failed": sum(each["failed"] for each in every),
+                "transfers_at_once": TRANSFERS,
+                "settings": dict(SETTINGS),
+            },
+        }
+
+    def _p99(self, name: str, of: str) -> float | None:
+        found = [ms for each in self.heard.get(name, ()) for ms in each[of]]
+        return percentile(found, 0.99) if found else None
+
+
+def _over(p99: Mapping[str, float | None], name: str) -> float | None:
+    upper, lower = p99[name], p99["quiet"]
+    return None if upper is None or lower is None else upper / lower
+
+
 async def bench_decoding(
-    rounds: int, seconds: float, tell: Callable[[str], None]
-) -> dict[str, Any]:
-    """Quiet and busy stretches of time in turn, on one D. WorkerLost."""
+    rounds: int, seconds: float, tell: Callable[[str], None], found: Stretches
+) -> None:
+    """Stretches of time of every kind in turn, on one D, into `found`. WorkerLost, and RuntimeError
+    when transfers do not land."""
     async with contextlib.AsyncExitStack() as stack:
         launch = partial(_launch, stack)
-        d, asker, pusher = [
-            await launch(role) for role in ("plain-decode", "kv-asker", "kv-pusher")
-        ]
-        await d.start(START_S, settings={**SETTINGS, "name": "kv-decode"})
-        await pusher.start(START_S, endpoint=d.endpoint)
+        asker = await launch("kv-asker")
+        d, into_d = await _pushed(launch, "kv-decode")
+        _, into_another = await _pushed(launch, "kv-another")
         await asker.start(START_S, endpoint=d.endpoint)
+        beside: dict[str, Callable[[], contextlib.AbstractAsyncContextManager[None]]] = {
+            "quiet": contextlib.nullcontext,
+            "busy": partial(_pushing, into_d, found, "busy"),
+            "apart": partial(_pushing, into_another, found, "apart"),
+            "spinning": spinning,
+        }
         await asker.do("watch", START_S, seconds=1.0)
-        stretches: dict[str, list[Mapping[str, Any]]] = {"quiet": [], "busy": []}
-        landed = 0
         for number in range(rounds):
-            for name in ("quiet", "busy") if number % 2 == 0 else ("busy", "quiet"):
+            for name in KINDS[:: 1 if number % 2 == 0 else -1]:
                 tell(f"a D that decodes: round {number + 1} of {rounds}, {name}")
-                if name == "busy":
-                    await pusher.do("push")
-                stretches[name].append(await asker.do("watch", START_S, seconds=seconds))
-                if name == "busy":
-                    landed += await pusher.do("rest")
-        return decoding_figures(stretches, landed / (rounds * seconds))
+                async with beside[name]():
+                    heard = await asker.do("watch", START_S, seconds=seconds)
+                # What landed in a stretch is known by now.
+                found.heard.setdefault(name, []).append(heard)
 
 
-def decoding_figures(
-    stretches: Mapping[str, Sequence[Mapping[str, Any]]], landed_per_s: float
-) -> dict[str, Any]:
-    """Of all rounds together, for a p99 takes many."""
+async def _pushed(
+    launch: Callable[[str], Awaitable[WorkerProcess]], name: str
+) -> tuple[WorkerProcess, WorkerProcess]:
+    """A D, and a P that can have transfers land in it."""
+    d, pusher = await launch("plain-decode"), await launch("kv-pusher")
+    await d.start(START_S, settings={**SETTINGS, "name": name})
+    await pusher.start(START_S, endpoint=d.endpoint)
+    return d, pusher
 
-    def p99(name: str, of: str) -> float:
-        return percentile([ms for heard in stretches[name] for ms in heard[of]], 0.99)
 
-    itl = {name: p99(name, "gaps_ms") for name in stretches}
-    control = {name: p99(name, "control_ms") for name in stretches}
-    return {
-        "itl_p99_under_transfers": itl["busy"] / itl["quiet"],
-        "control_p99_under_bulk": control["busy"] / control["quiet"],
-        "decoding": {
-            "itl_p99_ms": itl,
-            "control_p99_ms": control,
-            "tokens": {n: sum(len(h["gaps_ms"]) for h in s) for n, s in stretches.items()},
-            "landed_gib_per_s": landed_per_s / (1 << 30),
-            "failed": sum(h["failed"] for s in stretches.values() for h in s),
-            "transfers_at_once": TRANSFERS,
-            "settings": dict(SETTINGS),
-        },
-    }
+@contextlib.asynccontextmanager
+async def _pushing(pusher: WorkerProcess, found: Stretches, name: str) -> AsyncIterator[None]:
+    """Transfers land; how fast is added to what is known of this kind of stretch."""
+    await pusher.do("push")
+    began = time.perf_counter()
+    yield
+    took_s = time.perf_counter() - began
+    landed = await pusher.do("rest", REST_S)
+    found.landed[name] = found.landed.get(name, 0.0) + landed / took_s
 
 
 async def _launch(stack: contextlib.AsyncExitStack, role: str) -> WorkerProcess:

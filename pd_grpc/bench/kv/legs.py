@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from pd_grpc.bench.kv.pool import LAYOUT, MIB
-from pd_grpc.bench.kv.ways import BASELINES, TRANSPORTS
+from pd_grpc.bench.kv.ways import BASELINES
 from pd_grpc.bench.processes import WorkerProcess
 
 START_S = 120.0
@@ -128,6 +128,6 @@ def cases_of(mib: int, at_once: int, transports: Sequence[str]) -> list[Case]:
     return found
 
 
-def groups() -> list[list[str]]:
+def groups(transports: Sequence[str]) -> list[list[str]]:
     """The ways that share a pair of processes: the baselines, and each transport by itself."""
-    return [list(BASELINES), *([name] for name in TRANSPORTS)]
+    return [list(BASELINES), *([name] for name in transports)]

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import statistics
 from collections.abc import AsyncIterator, Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from pd_grpc.bench.kv.legs import START_S
@@ -83,11 +84,42 @@ class PacedLink:
             writer.close()
 
 
+@dataclass
+class Overlap:
+    """What came of the requests of a run, whose layers take `compute_s`."""
+
+    compute_s: float = 0.0
+    runs: list[tuple[float, float]] = field(default_factory=list)
+    """Of each request the seconds of compute, and of sending after it."""
+
+    def figures(self) -> dict[str, Any]:
+        """Null where there was no request."""
+        if not self.runs:
+            return {"exposed_over_layer_share": None, "overlap": None}
+        # A layer's share of the time of the table: hashing all tokens before the first layer is
+        # sim's own, and overlaps nothing.
+        shares = [exposed / (self.compute_s / LAYERS) for _, exposed in self.runs]
+        return {
+            "exposed_over_layer_share": statistics.median(shares),
+            "overlap": {
+                "tokens": TOKENS,
+                "layers": LAYERS,
+                "kv_mib": TOKENS * _TOKEN_BYTES / MIB,
+                "link_mib_per_s": TOKENS * _TOKEN_BYTES / MIB / self.compute_s,
+                "layers_s": self.compute_s,
+                "compute_s": [compute for compute, _ in self.runs],
+                "exposed_send_s": [exposed for _, exposed in self.runs],
+                "over_layer_share": shares,
+            },
+        }
+
+
 async def bench_overlap(
-    rounds: int, compute_s: float, tell: Callable[[str], None]
-) -> dict[str, Any]:
+    rounds: int, compute_s: float, tell: Callable[[str], None], found: Overlap
+) -> None:
     """A prompt of 2,048 tokens whose layers take `compute_s` in P's engine and as long on the link,
-    `rounds` times. WorkerLost."""
+    `rounds` times into `found`. WorkerLost; RuntimeError when a request is not answered right."""
+    found.compute_s = compute_s
     link = PacedLink(TOKENS * _TOKEN_BYTES / compute_s)
     settings = {
         "engine": "sim",
@@ -107,29 +139,12 @@ async def bench_overlap(
         await d.start(START_S, settings=about_d)
         link.upstream = d.about["bulk"]
         await p.start(START_S, settings={**settings, "name": "p"})
-        runs = []
         for number in range(_WARM_UP + rounds):
             tell(f"sending beside computing: {number + 1} of {_WARM_UP + rounds}")
             request = BenchRequest(f"overlap-{number}", TOKENS, 2, (("d", d.endpoint),))
             run = await _hand_over(p.endpoint, d.endpoint, request)
             if number >= _WARM_UP:
-                runs.append(run)
-    # A layer's share of the time of the table: hashing all tokens before the first layer is sim's
-    # own, and overlaps nothing.
-    shares = [exposed / (compute_s / LAYERS) for _, exposed in runs]
-    return {
-        "exposed_over_layer_share": statistics.median(shares),
-        "overlap": {
-            "tokens": TOKENS,
-            "layers": LAYERS,
-            "kv_mib": TOKENS * _TOKEN_BYTES / MIB,
-            "link_mib_per_s": TOKENS * _TOKEN_BYTES / MIB / compute_s,
-            "layers_s": compute_s,
-            "compute_s": [compute for compute, _ in runs],
-            "exposed_send_s": [exposed for _, exposed in runs],
-            "over_layer_share": shares,
-        },
-    }
+                found.runs.append(run)
 
 
 async def _hand_over(p: str, d: str, request: BenchRequest) -> tuple[float, float]:

@@ -11,6 +11,7 @@ import numpy.typing as npt
 
 from pd_grpc.blocks.pool import BlockPool, Holding
 from pd_grpc.engine.memory import HostKvMemory
+from pd_grpc.engine.pool_buffer import PoolBuffer
 from pd_grpc.protocol.layout import GroupKind, KvGroup, KvLayout, Plane, PlaneKind
 
 LAYERS = 16
@@ -39,16 +40,24 @@ _POISON = 0xA5
 class KvPool:
     """A pool of real bytes, and its accounts."""
 
-    def __init__(self, num_blocks: int, seed: int | None) -> None:
-        """Every page of it is touched: with random bytes of `seed`, or with none worth keeping."""
+    def __init__(self, num_blocks: int, seed: int | None, shared: bool = False) -> None:
+        """Every page of it is touched: with random bytes of `seed`, or with none worth keeping. It
+        lies in a memfd if it is `shared`."""
         self.bytes: npt.NDArray[np.uint8]
         size = num_blocks * LAYOUT.block_bytes
+        self._buffer: PoolBuffer | None = None
+        if shared:
+            self._buffer = PoolBuffer(size, shared=True)
+            self.bytes = np.frombuffer(self._buffer.view, np.uint8)
+        else:
+            self.bytes = np.empty(size, np.uint8)
         if seed is None:
-            self.bytes = np.full(size, _POISON, np.uint8)
+            self.bytes.fill(_POISON)
         else:
             words = np.random.default_rng(seed).integers(0, 1 << 63, size // 8, np.int64)
-            self.bytes = words.view(np.uint8)
-        self.memory = HostKvMemory(self.bytes.data, LAYOUT)
+            self.bytes[:] = words.view(np.uint8)
+        fd = None if self._buffer is None else self._buffer.fd
+        self.memory = HostKvMemory(self.bytes.data, LAYOUT, fd)
         self.accounts = BlockPool(num_blocks)
         self._rows = self.bytes.reshape(num_blocks, LAYOUT.block_bytes)
         self._digests: dict[int, int] = {}

@@ -8,6 +8,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from pd_grpc.bench.kv import ways
 from pd_grpc.bench.kv.pool import KvPool
 from pd_grpc.bench.kv.ways import Tables
 
@@ -55,7 +56,7 @@ class Landing:
         self._connection.sendall(b"1")
 
 
-class Sending:
+class Sending(ways.Sending):
     """One connection for all that is sent."""
 
     def __init__(self) -> None:

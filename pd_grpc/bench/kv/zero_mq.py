@@ -7,6 +7,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from pd_grpc.bench.kv import ways
 from pd_grpc.bench.kv.pool import MIB, KvPool
 from pd_grpc.bench.kv.ways import Tables
 from pd_grpc.bench.zmq_wire import LOOPBACK, load
@@ -61,7 +62,7 @@ class Landing:
         self._push.send(b"1")
 
 
-class Sending:
+class Sending(ways.Sending):
     """PUSH for what is sent."""
 
     def __init__(self) -> None:

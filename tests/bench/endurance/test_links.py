@@ -12,7 +12,7 @@ import pytest
 from pd_grpc.bench.endurance.links import Link, owner_among
 from pd_grpc.protocol import rpc
 from pd_grpc.protocol.config import Sizes, Timeouts
-from tests.waiting import until
+from tests.waiting import LIMIT_S, until
 
 SILENCE_S = 0.1
 
@@ -54,22 +54,22 @@ async def connected(
 async def test_it_carries_both_ways_and_tells_of_an_end(link: Link) -> None:
     async with connected(link) as (reader, writer):
         writer.write(b"hello")
-        assert await asyncio.wait_for(reader.readexactly(5), 5) == b"hello"
+        assert await asyncio.wait_for(reader.readexactly(5), LIMIT_S) == b"hello"
         link.reset("p0")
         with contextlib.suppress(ConnectionError):
-            assert await asyncio.wait_for(reader.read(), 5) == b""
+            assert await asyncio.wait_for(reader.read(), LIMIT_S) == b""
 
 
 async def test_a_cut_is_silent_and_what_is_under_way_comes_after_it(link: Link) -> None:
     async with connected(link) as (reader, writer):
         writer.write(b"a")
-        await asyncio.wait_for(reader.readexactly(1), 5)
+        await asyncio.wait_for(reader.readexactly(1), LIMIT_S)
         link.cut("p0")
         writer.write(b"b")
         with pytest.raises(asyncio.TimeoutError):
             await asyncio.wait_for(reader.read(1), SILENCE_S)
         link.heal("p0")
-        assert await asyncio.wait_for(reader.readexactly(1), 5) == b"b"
+        assert await asyncio.wait_for(reader.readexactly(1), LIMIT_S) == b"b"
 
 
 async def test_who_comes_during_a_cut_is_silent_too(link: Link) -> None:
@@ -79,21 +79,21 @@ async def test_who_comes_during_a_cut_is_silent_too(link: Link) -> None:
         with pytest.raises(asyncio.TimeoutError):
             await asyncio.wait_for(reader.read(1), SILENCE_S)
         link.heal("p0")
-        assert await asyncio.wait_for(reader.readexactly(1), 5) == b"a"
+        assert await asyncio.wait_for(reader.readexactly(1), LIMIT_S) == b"a"
 
 
 async def test_a_cut_of_another_client_changes_nothing(link: Link) -> None:
     link.cut("router")
     async with connected(link) as (reader, writer):
         writer.write(b"a")
-        assert await asyncio.wait_for(reader.readexactly(1), 5) == b"a"
+        assert await asyncio.wait_for(reader.readexactly(1), LIMIT_S) == b"a"
 
 
 async def test_nobody_behind_it_is_the_end_of_a_connection(link: Link) -> None:
     link.upstream = ""
     async with connected(link) as (reader, _):
         with contextlib.suppress(ConnectionError):
-            assert await asyncio.wait_for(reader.read(), 5) == b""
+            assert await asyncio.wait_for(reader.read(), LIMIT_S) == b""
 
 
 async def test_a_client_that_speaks_grpc_is_known_by_its_process() -> None:

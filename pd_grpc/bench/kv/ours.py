@@ -1,4 +1,4 @@
-"""Moving KV as the servers do by `inline`: P's bulk side and D's, between pools."""
+"""Moving KV as the servers do by a transport of ours: P's bulk side and D's, between pools."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from pd_grpc.bench.kv import ways
 from pd_grpc.bench.kv.pool import LAYOUT, KvPool
 from pd_grpc.bench.kv.pushing import LIMIT_S, Pusher
 from pd_grpc.bench.kv.ways import Tables
@@ -19,35 +20,53 @@ from pd_grpc.protocol.clock import SystemClock
 from pd_grpc.protocol.config import DecodeConfig, PrefillConfig
 from pd_grpc.protocol.faults import Fault, Reason
 from pd_grpc.protocol.refs import TransferKey
+from pd_grpc.transport.base import NotUsable, ReceiveSide
+from pd_grpc.transport.registry import find
+from pd_grpc.v1 import layout_pb2
 
-_EPOCH = 1
+EPOCH = 1
 _OWNER = Owner("kv-bench", 1)
-_SESSION = "kv-bench"
+SESSION = "kv-bench"
+
+
+def left_out() -> dict[str, str]:
+    """Transports that cannot be used here, and why."""
+    found = {}
+    for name, way in ways.TRANSPORTS.items():
+        pool = KvPool(1, seed=None, shared=way.shared)
+        try:
+            find([name])[0].receive(ReceiveSide(LAYOUT, pool.memory))
+        except NotUsable as error:
+            found[name] = str(error)
+    return found
 
 
 class Landing:
     """D's shard. The transfers are granted by hand, as D's machine would."""
 
-    def __init__(self, lands: bool) -> None:
+    def __init__(self, lands: bool, transport: str = "inline") -> None:
         self.lands = lands
+        self._kind = find([transport])[0]
         self._waiting: dict[str, asyncio.Future[None]] = {}
 
     async def start(self, pool: KvPool, settings: Mapping[str, Any]) -> Mapping[str, Any]:
         self._loop = asyncio.get_running_loop()
         config = DecodeConfig(**settings)
-        receiver = Receiver(config, LAYOUT, pool.memory, _EPOCH)
-        self._server = BulkServer(config, receiver, SystemClock())
+        half = self._kind.receive(ReceiveSide(LAYOUT, pool.memory))
+        receiver = Receiver(config, LAYOUT, pool.memory, EPOCH, {self._kind.value: half})
+        self._server = BulkServer(config, receiver, SystemClock(), transports=[half])
         self._server.listeners.append(self._hear)
         await asyncio.to_thread(self._server.start)
-        self._server.post(act.AdmitSession(_OWNER, _SESSION))
-        return {"endpoint": self._server.endpoint}
+        self._server.post(act.AdmitSession(_OWNER, SESSION))
+        return {"endpoint": self._server.endpoint, "metadata": half.metadata().hex()}
 
     async def expect(self, names: Sequence[str], tables: Tables) -> None:
         for name, table in zip(names, tables, strict=True):
             self._waiting[name] = self._loop.create_future()
             key = TransferKey(name, 1)
             wanted = ((0, len(table)),)
-            self._server.post(act.OpenReceive(name, key, _OWNER, tuple(table), wanted))
+            grant = name, key, _OWNER, tuple(table), wanted
+            self._server.post(act.OpenReceive(*grant, self._kind.value))
 
     async def landed(self) -> None:
         try:
@@ -75,26 +94,30 @@ class Landing:
         if fault is None:
             waiting.set_result(None)
         else:
-            waiting.set_exception(RuntimeError(f"inline: {fault}"))
+            waiting.set_exception(RuntimeError(f"{self._kind.name}: {fault}"))
 
 
-class Sending:
+class Sending(ways.Sending):
     """P's bulk side, every layer of every transfer computed from the start."""
 
-    def __init__(self) -> None:
+    def __init__(self, transport: str = "inline") -> None:
+        self._transport = transport
         self._pusher: Pusher | None = None
 
     async def start(
         self, pool: KvPool, settings: Mapping[str, Any], address: Mapping[str, Any]
     ) -> None:
         self._endpoint = address["endpoint"]
-        self._pusher = Pusher(LAYOUT, pool.memory, PrefillConfig(**settings))
+        self._pusher = Pusher(LAYOUT, pool.memory, PrefillConfig(**settings), self._transport)
+        metadata = bytes.fromhex(address["metadata"])
+        shard = layout_pb2.Shard(endpoint=self._endpoint, transport_metadata=metadata)
+        await self._pusher.reach([shard])
 
     async def send(self, names: Sequence[str], tables: Tables) -> list[float]:
         assert self._pusher is not None
         began = time.perf_counter()
         pushes = [
-            self._pusher.push(TransferKey(name, 1), self._endpoint, _SESSION, name, _EPOCH, table)
+            self._pusher.push(TransferKey(name, 1), self._endpoint, SESSION, name, EPOCH, table)
             for name, table in zip(names, tables, strict=True)
         ]
         return [end - began for end in await asyncio.gather(*pushes)]

@@ -1,0 +1,1 @@
+"""The torch engine beside plain `transformers`: tokens a second of one process."""

@@ -1,0 +1,1 @@
+"""How long a model takes to load, and how much memory."""
