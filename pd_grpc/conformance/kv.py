@@ -6,13 +6,15 @@ from __future__ import annotations
 import hashlib
 import re
 from collections.abc import Sequence
+from dataclasses import replace
+from typing import get_args
 
 import google_crc32c
 
-from pd_grpc.engine.sim import sim_layout
+from pd_grpc.engine.sim_layouts import sim_layout
 from pd_grpc.engine.sim_reference import SimKv, sim_answer
-from pd_grpc.protocol.config import EngineConfig
-from pd_grpc.protocol.layout import GroupKind, KvLayout
+from pd_grpc.protocol.config import EngineConfig, SimLayout
+from pd_grpc.protocol.layout import CANONICAL, DTYPE_BYTES, GroupKind, KvLayout
 from pd_grpc.protocol.messages import sampling_from_proto
 from pd_grpc.v1 import sampling_pb2, transfer_pb2
 
@@ -90,15 +92,19 @@ class KvRule:
         return [self._canonical(rows, b) for b in range(count)]
 
     def _canonical(self, rows: list[bytes], block: int) -> bytes:
-        """Token rows (layer, plane, head, dimension) as a block: layer, plane, head, token,
-        dimension; positions beyond the prompt are zero."""
+        """Token rows (group, layer, plane, head, dimension) as a block: group, layer, plane, head,
+        token, dimension; positions beyond the prompt are zero."""
         size = self.layout.block_size
         mine = rows[block * size : (block + 1) * size]
         mine += [bytes(self.layout.token_bytes)] * (size - len(mine))
-        dim = self.layout.groups[0].planes[0].head_dim
-        return b"".join(
-            row[at : at + dim] for at in range(0, self.layout.token_bytes, dim) for row in mine
-        )
+        found, at = [], 0
+        for group in self.layout.groups:
+            for plane in group.planes * group.layers:
+                dim = plane.head_dim * DTYPE_BYTES[plane.dtype]
+                for _head in range(plane.heads):
+                    found += [row[at : at + dim] for row in mine]
+                    at += dim
+        return b"".join(found)
 
 
 def chunk(
@@ -134,16 +140,23 @@ def _sim_config(layout: KvLayout) -> EngineConfig | None:
     if not layout.groups[0].planes:
         return None
     plane = layout.groups[0].planes[0]
-    try:
-        config = EngineConfig(
-            engine="sim",
-            block_size=layout.block_size,
-            sim_vocab=int(model[1]),
-            sim_layers=layout.groups[0].layers,
-            sim_heads=plane.heads,
-            sim_head_dim=plane.head_dim,
-        )
-        return config if sim_layout(config) == layout else None
-    except ValueError:
-        # Numbers that no sim model has.
-        return None
+    windows = [group.window for group in layout.groups if group.window]
+    for name in get_args(SimLayout):
+        try:
+            config = EngineConfig(
+                engine="sim",
+                block_size=layout.block_size,
+                sim_vocab=int(model[1]),
+                sim_layers=layout.groups[0].layers,
+                sim_heads=plane.heads,
+                sim_head_dim=plane.head_dim,
+                sim_layout=name,
+                sim_window=windows[0] if windows else 1,
+            )
+            # What a subject's own packing is makes no difference: the kit sends canonical bytes.
+            if sim_layout(config) == replace(layout, format=CANONICAL):
+                return config
+        except ValueError:
+            # Numbers that no sim model has.
+            return None
+    return None

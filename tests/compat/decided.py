@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from pd_grpc.conformance.later import UNKNOWN_VALUE
+from pd_grpc.conformance.sampling_values import FEATURES
 from pd_grpc.protocol.faults import Reason
 from tests.compat import scenes
 from tests.compat.scenes import Play
@@ -68,6 +69,9 @@ CASES = [
     *works(scenes.plain, "Welcome.transport", "Welcome.shards", "Welcome.lease", "Welcome.grace"),
     *works(scenes.plain, "Welcome.heartbeat", "Welcome.max_model_len", "Welcome.kv_progress"),
     *works(scenes.plain, "Welcome.first_token", "Welcome.attach", "Welcome.tombstone"),
+    # Canonical.
+    *works(scenes.plain, "Welcome.kv_format", "AllocateResponse.kv_format"),
+    *works(scenes.plain, "TransferOpen.kv_format"),
     *works(scenes.slow, "Welcome.heartbeat", "Welcome.lease"),
     *works(scenes.beating, "SessionRequest.heartbeat", "SessionResponse.heartbeat_ack"),
     *works(scenes.beating, "Heartbeat.sequence", "HeartbeatAck.sequence", "SessionResponse.load"),
@@ -126,6 +130,18 @@ CASES = [
     ),
     *refused(
         scenes.with_logprobs, Reason.HANDOFF_MISMATCH, "SamplingParams.logprobs", named="sampling"
+    ),
+    *refused(
+        scenes.with_features,
+        Reason.HANDOFF_MISMATCH,
+        *(f"SamplingParams.{name}" for name in FEATURES if name != "logprobs"),
+        named="sampling",
+    ),
+    *refused(
+        scenes.with_features,
+        Reason.BAD_REQUEST,
+        "StructuredOutput.regex",
+        named="structured_output",
     ),
     # The KV.
     *refused(scenes.plain, Reason.WRONG_STATE, "TransferRequest.open"),
@@ -215,21 +231,9 @@ NOT_SENT = {
         for what in ("start", "count")
     },
     "Shard.transport_metadata": "empty for INLINE",
-    **{
-        f"SamplingParams.{name}": _RESERVED
-        for name in (
-            "min_p",
-            "presence_penalty",
-            "frequency_penalty",
-            "repetition_penalty",
-            "logit_bias",
-            "n",
-            "prompt_logprobs",
-            "structured_output",
-        )
-    },
-    "StructuredOutput.json_schema": _RESERVED,
-    "StructuredOutput.regex": _RESERVED,
+    **{f"SamplingParams.{name}": _RESERVED for name in ("prompt_logprobs",)},
+    "SamplingParams.n": "the router's: each choice is a transfer of its own",
+    "StructuredOutput.json_schema": "the other kind of grammar, regex, is sent",
     **{
         f"RequestScope.{name}": _RESERVED
         for name in (
@@ -245,6 +249,10 @@ NOT_SENT = {
     },
     "FirstToken.sibling": _RESERVED,
     "TransferOpen.sender": _ONE_SHARD,
+    "TransferOpen.sends": _ONE_SHARD,
+    **{f"KvPart.{n}_{what}": _ONE_SHARD for n in ("layer", "head") for what in ("start", "count")},
+    "KvChunk.head_start": _ONE_SHARD,
+    "KvChunk.head_count": _ONE_SHARD,
     "TransferOpen.shard_index": _ZERO,
     "KvChunk.group": _ZERO,
     "KvRange.group": _ZERO,

@@ -10,6 +10,7 @@ from typing import Any
 
 import grpc.aio
 
+from pd_grpc.conformance.sampling_values import FEATURES
 from pd_grpc.engine.sim import SimEngine
 from pd_grpc.engine.sim_reference import sim_answer
 from pd_grpc.protocol import rpc
@@ -155,6 +156,11 @@ async def sampled(edit: Edit) -> Answer:
 async def with_logprobs(edit: Edit) -> Answer:
     """The client asks for log-probabilities."""
     return await ask(edit, HalfSure, logprobs=2)
+
+
+async def with_features(edit: Edit) -> Answer:
+    """Every sampling field that needs a feature has a value of its own."""
+    return await ask(edit, HalfSure, **{**FEATURES, "logprobs": 2})
 
 
 async def continued(edit: Edit) -> Answer:

@@ -15,6 +15,7 @@ from typing import Any
 import grpc.aio
 from google.protobuf.message import Message
 
+from pd_grpc.conformance.sampling_values import FEATURES
 from pd_grpc.decode.server import DecodeServer
 from pd_grpc.engine.base import DecodeSlot, PrefillChunk, Sampled, TokenLogprob
 from pd_grpc.engine.sim import SimEngine
@@ -82,11 +83,11 @@ def _told(position: types_pb2.PositionLogprobs) -> list[tuple[int, float]]:
 
 
 class HalfSure(SimEngine):
-    """Finds its token as likely as another one."""
+    """Finds its token as likely as another one, and has every feature by its own account."""
 
     def __init__(self, config: EngineConfig) -> None:
         super().__init__(config)
-        self.features = frozenset({"logprobs"})
+        self.features = frozenset(FEATURES)
 
     def prefill(
         self, batch: Sequence[PrefillChunk], on_layer: Callable[[int, int], None]
@@ -255,6 +256,12 @@ async def with_logprobs(edit: Edit) -> Ended:
     """The client asks for log-probabilities, the first token's among them."""
     async with scene(edit, {"engine": HalfSure}, {"engine": HalfSure}) as made:
         return await made.run(made.request(logprobs=2))
+
+
+async def with_features(edit: Edit) -> Ended:
+    """Every sampling field that needs a feature has a value of its own."""
+    async with scene(edit, {"engine": HalfSure}, {"engine": HalfSure}) as made:
+        return await made.run(made.request(**{**FEATURES, "logprobs": 2}))
 
 
 async def one_token(edit: Edit) -> Ended:

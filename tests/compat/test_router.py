@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import pytest
 
 from pd_grpc.conformance.later import UNKNOWN_VALUE
+from pd_grpc.conformance.sampling_values import FEATURES
 from pd_grpc.protocol.faults import Fault, Reason
 from pd_grpc.v1 import inference_pb2, prefill_pb2
 from tests.compat import routed
@@ -51,6 +52,12 @@ REFUSED = [
     Refusal("GenerateRequest.token_ids", Reason.BAD_REQUEST, "token_ids"),
     Refusal("TokenIds.ids", Reason.BAD_REQUEST, "token_ids"),
     Refusal("GenerateRequest.sampling", Reason.BAD_REQUEST, "sampling.max_tokens"),
+    Refusal(
+        "StructuredOutput.regex",
+        Reason.BAD_REQUEST,
+        "sampling.structured_output",
+        routed.with_features,
+    ),
     Refusal(
         "GenerateRequest.generated_token_ids",
         Reason.HANDOFF_MISMATCH,
@@ -96,7 +103,7 @@ WORKS = [
 DEFAULTS = [
     *(f"SamplingParams.{name}" for name in ("min_tokens", "temperature", "top_p", "top_k")),
     *(f"SamplingParams.{name}" for name in ("seed", "stop", "stop_token_ids", "ignore_eos")),
-    "SamplingParams.logprobs",
+    *(f"SamplingParams.{name}" for name in FEATURES),
 ]
 """Left out of both legs alike these are what they are without a word: nobody can know better."""
 
@@ -133,6 +140,8 @@ NOT_SENT = {
     "GenerateResponse.timings": _ROUTERS,
     "GenerateResponse.prefill_instance": _ROUTERS,
     "GenerateResponse.request_id": _ROUTERS,
+    "GenerateResponse.choice": _ROUTERS,
+    "GenerateResponse.total_usage": _ROUTERS,
 }
 
 
@@ -172,7 +181,7 @@ async def test_a_salt_left_out_on_both_legs_is_no_salt() -> None:
 async def test_sampling_left_out_on_both_legs_is_sampling_by_default(field: str) -> None:
     strip = Strip(field)
     name = field.removeprefix("SamplingParams.")
-    answer = await (routed.with_logprobs if name == "logprobs" else routed.sampled)(strip)
+    answer = await (routed.with_features if name in FEATURES else routed.sampled)(strip)
     assert strip.met == 2
     assert answer.fault is None and answer.tokens == answer.meant(without=name)
 

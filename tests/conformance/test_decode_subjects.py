@@ -67,6 +67,22 @@ async def test_only_cases_about_tokens_do_not_apply_to_an_unknown_model() -> Non
     assert not_applicable(await judged()) == ABOUT_TOKENS
 
 
+LAYOUT_CASES = [f"D{number}" for number in (*range(130, 138), 142, 143, 144)]
+
+
+@pytest.mark.parametrize("layout", ["fp8-scale", "sliding", "sliding-fp8-scale"])
+async def test_other_layouts_are_judged_to_the_last_token(layout: str) -> None:
+    """Their Hello, KV that a stock P sends of them, and the answers that come of it."""
+    settings = {"sim_layout": layout, "sim_window": 20}
+    results = await judged([*LAYOUT_CASES, *WITH_HAND_OVERS, *ABOUT_TOKENS], **settings)
+    assert not_applicable(results) == []
+
+
+async def test_a_packing_of_its_own_is_judged_by_canonical_bytes() -> None:
+    results = await judged([*LAYOUT_CASES, *WITH_HAND_OVERS], sim_format="token-major")
+    assert not_applicable(results) == []
+
+
 async def test_a_small_pool_is_told_how_many_blocks_a_case_needs() -> None:
     results = await judged(MANY_BLOCKS, num_blocks=5)
     assert not_applicable(results) == MANY_BLOCKS

@@ -56,6 +56,17 @@ async def test_sizes(settings: dict[str, Any], case_ids: list[str], wanted: list
         assert await not_applicable(subject, case_ids) == wanted
 
 
+@pytest.mark.parametrize("layout", ["fp8-scale", "sliding", "sliding-fp8-scale"])
+async def test_layouts(layout: str) -> None:
+    """Every byte of every group and plane is looked at, and it all counts in windows and sums."""
+    settings = {"sim_layout": layout, "sim_window": 20}
+    async with prefill_server(**settings) as p, open_prefill(p.endpoint) as subject:
+        assert subject.rule.is_sim
+        kv = [f"P{number}" for number in range(301, 317)]
+        found = await not_applicable(subject, [*kv, "P115", "P401", "P402", "P425"])
+    assert found == []
+
+
 async def test_one_that_does_not_tell_its_limits() -> None:
     async with prefill_server() as p, open_prefill(p.endpoint) as subject:
         subject.info.max_model_len = subject.info.vocab_size = 0

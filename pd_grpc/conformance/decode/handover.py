@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +14,7 @@ from pd_grpc.conformance.decode.subject import DecodeHand
 from pd_grpc.conformance.decode.transfer import Transfer
 from pd_grpc.conformance.request import Request, replaced
 from pd_grpc.protocol.faults import Fault, Reason
-from pd_grpc.v1 import decode_pb2, transfer_pb2, types_pb2
+from pd_grpc.v1 import decode_pb2, layout_pb2, transfer_pb2, types_pb2
 
 LIVE = (
     types_pb2.TRANSFER_STATE_READY,
@@ -32,6 +33,8 @@ class HandOver:
     request: Request
     grant: decode_pb2.AllocateResponse
     client: ClientLeg | None
+    shards: Sequence[layout_pb2.Shard] = ()
+    """P's, where it has several."""
 
     @property
     def leg(self) -> ClientLeg:

@@ -204,7 +204,8 @@ async def open_decode(endpoint: str) -> AsyncIterator[DecodeSubject]:
 
 
 def _check_can_be_judged(subject: DecodeSubject) -> None:
-    """Broken for what would take the kit days, or more memory than it has."""
+    """Broken for what would take the kit days, or more memory than it has, and for a D that is cut
+    over several shards, which it has no cases for."""
     longest = max(vars(subject.times).values())
     expect(longest <= _LONGEST_S, f"announced times of at most {_LONGEST_S:g} s", f"{longest:g} s")
     layout = subject.layout
@@ -213,6 +214,8 @@ def _check_can_be_judged(subject: DecodeSubject) -> None:
         f"blocks of 1 to {_MOST_BLOCK_TOKENS} tokens and at most {_MOST_BLOCK_BYTES} bytes",
         f"{layout.block_size} tokens and {layout.block_bytes} bytes",
     )
+    shards = len(subject.welcome.shards)
+    expect(shards <= 1, "one shard, which the kit sends all KV to", f"{shards}")
 
 
 class DecodeHand:

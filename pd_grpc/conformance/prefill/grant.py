@@ -9,8 +9,9 @@ import google_crc32c
 from pd_grpc.conformance.case import expect, expect_equal
 from pd_grpc.conformance.kv import KvRule
 from pd_grpc.protocol.faults import Fault, Reason, bad_request
-from pd_grpc.protocol.layout import KvLayout
+from pd_grpc.protocol.layout import DTYPE_BYTES, KvLayout, Plane
 from pd_grpc.protocol.sampling import FieldError
+from pd_grpc.protocol.shards import Part, heads_of, place_of
 from pd_grpc.v1 import decode_pb2, layout_pb2, transfer_pb2, types_pb2
 
 Place = tuple[int, int, int]
@@ -32,11 +33,16 @@ class Grant:
         self.response = response
         self.layout = layout
         self.first_token: decode_pb2.SendFirstTokenRequest | None = None
-        self.kv: dict[Place, bytes] = {}
-        """Verified bytes of each block of each layer."""
+        self._came: dict[tuple[int, Place], bytes] = {}
+        """Verified bytes of each block of each layer, by shard."""
         self.wanted = {
             b for run in response.wanted for b in range(run.start, run.start + run.count)
         }
+
+    @property
+    def kv(self) -> dict[Place, bytes]:
+        """Verified bytes of each block of each layer, with the heads of all shards."""
+        return {place: self._of_all_shards(place) for place in {place for _, place in self._came}}
 
     @property
     def complete(self) -> bool:
@@ -49,7 +55,7 @@ class Grant:
             (group, layer, block)
             for group, layer in layers_of(self.response.shards[shard], self.layout)
             for block in sorted(self.wanted)
-            if (group, layer, block) not in self.kv
+            if (shard, (group, layer, block)) not in self._came
         ]
 
     def verified(self, shard: int) -> list[transfer_pb2.KvRange]:
@@ -60,21 +66,43 @@ class Grant:
             )
             for group, layer in layers_of(self.response.shards[shard], self.layout)
             for block in sorted(self.wanted)
-            if (group, layer, block) in self.kv
+            if (shard, (group, layer, block)) in self._came
         ]
 
     def store(self, shard: int, chunk: transfer_pb2.KvChunk) -> transfer_pb2.KvRange:
         """Verify a chunk and keep its bytes. Fault as transfer.proto has it."""
         places = self._places(shard, chunk)
-        size = self.layout.layer_bytes(chunk.group)
+        part = self._part(shard)
+        if (chunk.head_start, chunk.head_count) not in ((0, 0), (part.head, part.heads)):
+            raise bad_request([FieldError("head_start", "heads that this shard does not hold")])
+        size = part.layer_bytes(self.layout, chunk.group)
         if len(chunk.payload) != size * len(places):
             text = f"{len(chunk.payload)} bytes for {len(places)} of {size}"
             raise bad_request([FieldError("payload", text)])
         if google_crc32c.value(chunk.payload) != chunk.crc32c:
             raise Fault(Reason.KV_CORRUPT, "crc32c is not that of the payload")
         for i, place in enumerate(places):
-            self.kv[place] = chunk.payload[i * size : (i + 1) * size]
+            self._came[shard, place] = chunk.payload[i * size : (i + 1) * size]
         return range_of(chunk)
+
+    def _part(self, shard: int) -> Part:
+        """What of the model a shard holds."""
+        return place_of(self.response.shards[shard], self.layout).part
+
+    def _of_all_shards(self, place: Place) -> bytes:
+        """One layer of one block; what has not come is zero."""
+        found = bytearray(self.layout.layer_bytes(place[0]))
+        for shard in range(len(self.response.shards)):
+            came, part = self._came.get((shard, place), b""), self._part(shard)
+            at = taken = 0
+            for plane in self.layout.groups[place[0]].planes if came else ():
+                row = plane.head_dim * DTYPE_BYTES[plane.dtype]
+                size = plane.heads * row * self.layout.block_size
+                head = size // heads_of(self.layout)
+                first, mine = at + part.head * head, part.heads * head
+                found[first : first + mine] = came[taken : taken + mine]
+                at, taken = at + size, taken + mine
+        return bytes(found)
 
     def _places(self, shard: int, chunk: transfer_pb2.KvChunk) -> list[Place]:
         """The block-layers of a chunk in the order of its bytes."""
@@ -109,25 +137,31 @@ def layers_of(shard: layout_pb2.Shard, layout: KvLayout) -> list[tuple[int, int]
 def expect_kv(grant: Grant, rule: KvRule, tokens: Sequence[int]) -> None:
     """Broken unless every wanted block has come; by the sim's rule, where P follows it, with the
     right bytes at every position of the prompt."""
-    expect(grant.complete, "every wanted block of every layer", f"{len(grant.kv)} of them")
+    kv = grant.kv
+    expect(grant.complete, "every wanted block of every layer", f"{len(kv)} of them")
     if not rule.is_sim:
         return
     for chunk in rule.chunks(tokens, sorted(grant.wanted), per_chunk=1):
         size = rule.layout.block_size
         filled = min(size, len(tokens) - chunk.block_start * size)
-        got = grant.kv[chunk.group, chunk.layer_start, chunk.block_start]
-        row = rule.layout.groups[chunk.group].planes[0].head_dim
+        got = kv[chunk.group, chunk.layer_start, chunk.block_start]
+        planes = rule.layout.groups[chunk.group].planes
         expect_equal(
-            _rows(got, size, filled, row),
-            _rows(chunk.payload, size, filled, row),
-            f"KV of layer {chunk.layer_start}, block {chunk.block_start}",
+            _rows(got, size, filled, planes),
+            _rows(chunk.payload, size, filled, planes),
+            f"KV of group {chunk.group}, layer {chunk.layer_start}, block {chunk.block_start}",
         )
 
 
-def _rows(block: bytes, size: int, filled: int, row: int) -> bytes:
+def _rows(layer: bytes, size: int, filled: int, planes: Sequence[Plane]) -> bytes:
     """The bytes of the first `filled` tokens of each plane and head; the rest is undefined."""
-    step = size * row
-    return b"".join(block[at : at + filled * row] for at in range(0, len(block), step))
+    found, at = [], 0
+    for plane in planes:
+        row = plane.head_dim * DTYPE_BYTES[plane.dtype]
+        for _head in range(plane.heads):
+            found.append(layer[at : at + filled * row])
+            at += size * row
+    return b"".join(found)
 
 
 def block_ranges(blocks: Iterable[int]) -> list[types_pb2.BlockRange]:

@@ -12,6 +12,7 @@ import grpc.aio
 from pd_grpc.conformance.case import Broken, answer_s, within
 from pd_grpc.conformance.router.incoming import IncomingCall
 from pd_grpc.conformance.router.line import Line
+from pd_grpc.conformance.sampling_values import FEATURES
 from pd_grpc.conformance.transcript import Transcript
 from pd_grpc.protocol import rpc
 from pd_grpc.protocol.clock import SystemClock
@@ -39,7 +40,7 @@ MODEL = inference_pb2.GetModelInfoResponse(
     tokenizer="pd-grpc-conformance",
     max_model_len=1_050_000,
     vocab_size=32_000,
-    features=["logprobs"],
+    features=[*FEATURES],
     layout=layout_pb2.KvLayout(
         model="pd-grpc-conformance",
         positions="none",

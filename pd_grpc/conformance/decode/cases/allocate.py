@@ -17,7 +17,7 @@ from pd_grpc.protocol.messages import INLINE, duration, seconds
 from pd_grpc.v1 import decode_pb2, sampling_pb2, types_pb2
 
 
-@case(200, "Logical blocks D wants;")
+@case(200, "Logical blocks D wants, of every group;")
 async def every_block_of_a_cold_prompt(d: DecodeHand) -> None:
     """Prompts never sent before, of lengths around whole blocks: every block is wanted."""
     d.needs_blocks(4)

@@ -14,7 +14,8 @@ from pd_grpc.v1 import sampling_pb2, types_pb2
 
 BLOCKS = "block b holds the tokens at positions [b * block_size, (b + 1) * block_size)."
 ALIKE = (
-    "A sampled token is a pure function of the logits, the seed and its position, so P, D and an "
+    "A sampled token is a pure function of the logits, the tokens before it, the seed and its"
+    " position, so P, D and an "
     "aggregated server choose alike."
 )
 

@@ -10,7 +10,8 @@ from pd_grpc.conformance.decode.subject import DecodeHand
 from pd_grpc.conformance.sampling_values import (
     SAMPLING_OFF,
     SCOPE_OFF,
-    reserved_sampling,
+    lacking,
+    not_of_instances,
     reserved_scopes,
     sampling_with,
 )
@@ -36,7 +37,7 @@ async def scope_in_allocate(d: DecodeHand) -> None:
 async def sampling_in_allocate(d: DecodeHand) -> None:
     """Allocate with each reserved field of sampling in turn is refused by the field's name."""
     p = await d.prefill()
-    for path, sampling in reserved_sampling():
+    for path, sampling in not_of_instances():
         fault = await p.allocate_refused(d.request(), Reason.FEATURE, path, sampling=sampling)
         check_feature(fault, path)
     load = await p.load_now()
@@ -64,28 +65,30 @@ async def scope_in_generate(d: DecodeHand) -> None:
     " is ever ignored.",
 )
 async def sampling_in_generate(d: DecodeHand) -> None:
-    """Generate with each reserved field of sampling is refused, with a hand-off and without."""
+    """Generate with each reserved field of sampling, and with each that needs a feature which D has
+    not, is refused, with a hand-off and without."""
     for local in (False, True):
-        for path, sampling in reserved_sampling():
+        for path, sampling in not_of_instances() + lacking(d.subject.info.features):
             leg = d.generate(d.request(), local=local, sampling=sampling)
             check_feature(await leg.fails(Reason.FEATURE, path), path)
 
 
 @case(704, "An Allocate that needs one which Welcome does not list is refused with FEATURE.")
-async def logprobs_that_were_not_negotiated(d: DecodeHand) -> None:
-    """Allocate with logprobs is refused in a session without that feature."""
+async def features_that_were_not_negotiated(d: DecodeHand) -> None:
+    """Allocate with each field of sampling that needs a feature is refused by the field's name in
+    a session without features."""
     p = await d.prefill()
-    for wanted in (0, 1):
-        sampling = sampling_with(logprobs=wanted)
+    for path, sampling in lacking(()):
         request = d.request()
-        fault = await p.allocate_refused(request, Reason.FEATURE, "logprobs", sampling=sampling)
-        check_feature(fault, "sampling.logprobs")
+        fault = await p.allocate_refused(request, Reason.FEATURE, path, sampling=sampling)
+        check_feature(fault, path)
     await p.allocate(request)
 
 
-@case(705, "Reserved: answers per request. 0 and 1 mean one; n above 1 is sent as n transfers.")
+@case(705, "0 and 1 mean one.")
 async def reserved_fields_that_are_off(d: DecodeHand) -> None:
-    """Reserved fields with the values that mean off change nothing: the answer is the same."""
+    """Fields that are reserved or a feature, with the values that mean off, change nothing: the
+    answer is the same."""
     p = await d.prefill()
     request = d.request(sampling=sampling_with(**SAMPLING_OFF))
     leg = d.generate(request, scope=SCOPE_OFF)

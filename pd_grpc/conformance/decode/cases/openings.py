@@ -87,49 +87,48 @@ async def an_open_for_another_transfer(d: DecodeHand) -> None:
     await _refused(d, Reason.NOT_OWNER, ref={"transfer_id": d.request().transfer_id})
 
 
-@case(
-    338,
-    "UNIMPLEMENTED with FEATURE for another transport than INLINE or a sender that is one"
-    " of several",
-)
+@case(338, "UNIMPLEMENTED with FEATURE for another transport than INLINE or the grant's")
 async def another_transport(d: DecodeHand) -> None:
     """Open with a transport that is reserved is refused by name."""
     fault = await _refused(d, Reason.FEATURE, transport=layout_pb2.TRANSPORT_NIXL)
     check_feature(fault, "open.transport")
 
 
-@case(339, "A size above 1 is refused with FEATURE.")
-async def one_of_several_senders(d: DecodeHand) -> None:
-    """Open by the first of two tensor-parallel shards is refused by name."""
-    fault = await _refused(d, Reason.FEATURE, sender=layout_pb2.Shard(tp_size=2))
-    check_feature(fault, "open.sender.tp_size")
-
-
-@case(
-    342,
-    "So is a rank above 0, and a range that is not all layers and heads; feature is the field's"
-    " path.",
-)
-async def a_sender_of_a_part(d: DecodeHand) -> None:
-    """Open by a shard with a rank, or with some layers or heads, is refused by the field's path;
-    one that counts everything is not."""
+@case(339, "for a sender that is none of P's shards as the session of the grant had them")
+async def a_sender_that_is_none_of_them(d: DecodeHand) -> None:
+    """P has one shard, that holds everything. Open by a second one, by one of two and by one that
+    lacks a layer or a head is refused by the field's name; by one that counts everything it is
+    not."""
     group = d.subject.info.layout.groups[0]
     layers, heads = sum(g.layers for g in d.subject.info.layout.groups), group.planes[0].heads
-    part = {f"{kind}_rank": 1 for kind in ("tp", "pp", "cp", "dp")}
-    part |= {"layer_start": 1, "head_start": 1, "layer_count": layers + 1, "head_count": heads + 1}
+    others = {"tp_rank": 1, "tp_size": 2, "pp_rank": 1, "pp_size": 2, "layer_start": 1}
+    others |= {"head_start": 1, "layer_count": layers + 1, "head_count": heads + 1}
     h = await granted(d)
-    for field, value in part.items():
+    for field, value in others.items():
         sender = layout_pb2.Shard()
         setattr(sender, field, value)
         transfer = await h.p.open(h.request, h.grant, sender=sender)
-        fault = await transfer.refused(Reason.FEATURE, f"a sender with {field} {value}")
-        check_feature(fault, f"open.sender.{field}")
+        fault = await transfer.refused(Reason.BAD_REQUEST, f"a sender with {field} {value}")
+        check_field(fault, "sender")
     whole = layout_pb2.Shard(tp_size=1, layer_count=layers, head_count=heads)
     transfer = await h.receiving(sender=whole)
     await transfer.send_all(h.kv())
     await transfer.complete()
     await h.first_token()
     await h.answers()
+
+
+@case(
+    342,
+    "Context- and data-parallel sizes and ranks are reserved: feature is then the field's path.",
+)
+async def a_sender_that_shares_more(d: DecodeHand) -> None:
+    """Open by a shard that shares the context, or the requests, is refused by the field's path."""
+    for field, value in {"cp_rank": 1, "cp_size": 2, "dp_rank": 1, "dp_size": 2}.items():
+        sender = layout_pb2.Shard()
+        setattr(sender, field, value)
+        fault = await _refused(d, Reason.FEATURE, sender=sender)
+        check_feature(fault, f"open.sender.{field}")
 
 
 @case(340, "another's is refused with BAD_REQUEST.")

@@ -96,8 +96,8 @@ async def nothing_is_left_to_send(d: DecodeHand) -> None:
 
 @case(
     355,
-    "ABORTED with SUPERSEDED ends a stream whose grant a newer stream has taken over, and"
-    " it alone.",
+    "ABORTED with SUPERSEDED ends a stream that a newer stream of the same two shards has taken"
+    " over, and it alone.",
 )
 async def a_newer_stream_takes_over(d: DecodeHand) -> None:
     """A second stream is opened beside the first, which ends; the second completes."""

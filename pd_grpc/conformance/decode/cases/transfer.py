@@ -33,7 +33,7 @@ async def chunks_come_in_any_order(d: DecodeHand) -> None:
     await h.answers()
 
 
-@case(302, "What it has verified already; empty on a first stream.")
+@case(302, "What it has verified already of what this stream brings; empty on a first stream.")
 async def a_first_stream_has_nothing_verified(d: DecodeHand) -> None:
     """The first stream of a grant is opened with no verified range."""
     h = await granted(d)
@@ -67,7 +67,7 @@ async def a_chunk_larger_than_the_window(d: DecodeHand) -> None:
     whole = d.rule.piece(h.request.tokens, _all_layers(d), range(3))
     if len(whole.payload) <= window:
         raise NotApplicable(f"the window of {window} bytes has room for every chunk of the case")
-    await transfer.send_all([whole])
+    await transfer.send_all([whole, *_other_groups(d, h, range(3))])
     await transfer.complete()
     await h.first_token()
     await h.answers()
@@ -91,6 +91,7 @@ async def several_layers_to_a_chunk(d: DecodeHand) -> None:
         for blocks in (range(2), range(2, 4)):
             if part:
                 await transfer.send_all([d.rule.piece(h.request.tokens, part, blocks)])
+    await transfer.send_all(_other_groups(d, h, range(4)))
     await transfer.complete()
     await h.first_token()
     await h.answers()
@@ -122,7 +123,7 @@ async def layers_beyond_the_group(d: DecodeHand) -> None:
     """A chunk of the layer after the last is refused."""
 
     def beyond(piece: transfer_pb2.KvChunk) -> None:
-        piece.layer_start = len(_all_layers(d))
+        piece.layer_start = d.subject.layout.groups[piece.group].layers
 
     await _spoilt(d, beyond, Reason.BAD_REQUEST)
 
@@ -170,8 +171,8 @@ async def no_blocks(d: DecodeHand) -> None:
 
 @case(
     313,
-    "With L = layer_count and B = bytes of one block in one layer of the group it has"
-    " exactly block_count * L * B bytes.",
+    "With L = layer_count and B = bytes of one block in one layer of the group, these heads"
+    " alone, it has exactly block_count * L * B bytes.",
 )
 async def a_payload_of_another_size(d: DecodeHand) -> None:
     """A chunk with a byte too many, and the checksum of what it has, is refused."""
@@ -216,7 +217,7 @@ async def an_end_before_everything_came(d: DecodeHand) -> None:
     await _ended_for_all(h)
 
 
-@case(317, "UNIMPLEMENTED with FEATURE for a descriptor in place of bytes")
+@case(317, "UNIMPLEMENTED with FEATURE for a descriptor on an INLINE stream")
 async def a_descriptor_in_place_of_bytes(d: DecodeHand) -> None:
     """A chunk that says where its bytes are is refused by name."""
 
@@ -373,6 +374,15 @@ def _range(piece: transfer_pb2.KvChunk) -> transfer_pb2.KvRange:
         block_start=piece.block_start,
         block_count=piece.block_count,
     )
+
+
+def _other_groups(d: DecodeHand, h: HandOver, blocks: range) -> list[transfer_pb2.KvChunk]:
+    """Chunks of the groups behind the first, all layers of each in one."""
+    return [
+        d.rule.piece(h.request.tokens, range(group.layers), blocks, group=g)
+        for g, group in enumerate(d.subject.layout.groups)
+        if g
+    ]
 
 
 def _all_layers(d: DecodeHand) -> range:

@@ -97,7 +97,8 @@ async def a_stop_token_ends_by_stop(p: PrefillHand) -> None:
 
 @case(
     407,
-    "A sampled token is a pure function of the logits, the seed and its position, so P, D and"
+    "A sampled token is a pure function of the logits, the tokens before it, the seed and its"
+    " position, so P, D and"
     " an aggregated server choose alike.",
 )
 async def equal_seeds_choose_alike(p: PrefillHand) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pd_grpc.conformance.case import answer_s, expect, expect_equal, quiet_s
+from pd_grpc.conformance.case import NotApplicable, answer_s, expect, expect_equal, quiet_s
 from pd_grpc.conformance.prefill.cases.registry import PREFILL_CASES as case
 from pd_grpc.conformance.prefill.decode import CONNECTION_LOST, KitTimes
 from pd_grpc.conformance.prefill.grant import expect_kv
@@ -11,6 +11,7 @@ from pd_grpc.conformance.prefill.subject import PrefillHand
 from pd_grpc.protocol.faults import Code, Fault, Reason, bad_request
 from pd_grpc.protocol.messages import INLINE
 from pd_grpc.protocol.sampling import FieldError
+from pd_grpc.protocol.shards import cut, heads_of, part_of
 from pd_grpc.v1 import layout_pb2, transfer_pb2
 
 
@@ -54,9 +55,11 @@ async def checksums_are_right(p: PrefillHand) -> None:
 
 @case(
     304,
-    "The payload is, for each block of [block_start, block_start + block_count) in order, the"
-    " block's canonical bytes restricted to layers [layer_start, layer_start + layer_count) of the"
-    " group:",
+    "With TransferOpen.kv_format canonical the payload is, for each block of [block_start,"
+    " block_start + block_count) in order, the block's canonical bytes restricted to layers"
+    " [layer_start, layer_start + layer_count) of the group and to the heads that the stream"
+    " brings, which are the sender's and the receiver's in common unless TransferOpen.sends"
+    " says less:",
 )
 async def bytes_are_canonical(p: PrefillHand) -> None:
     """Every byte of the KV of five and a half blocks stands where the layout has it, by the sim's
@@ -164,9 +167,15 @@ async def each_shard_gets_its_layers(p: PrefillHand) -> None:
     index, and both are ended before the hand-off."""
     layers = sum(group.layers for group in p.layout.groups)
     cut = max(1, layers // 2)
-    shards = [layout_pb2.Shard(tp_size=1, layer_start=0, layer_count=cut)]
+    shards = [layout_pb2.Shard(tp_size=1)]
     if layers > cut:
-        shards.append(layout_pb2.Shard(tp_size=1, layer_start=cut, layer_count=layers - cut))
+        runs = ((0, cut), (cut, layers - cut))
+        shards = [
+            layout_pb2.Shard(
+                tp_size=1, pp_rank=rank, pp_size=2, layer_start=first, layer_count=count
+            )
+            for rank, (first, count) in enumerate(runs)
+        ]
     d = await p.decode(shards=shards)
     request = p.request()
     await p.call(request, d).handed_off()
@@ -229,6 +238,26 @@ async def a_refusal_at_open(p: PrefillHand) -> None:
     d.kv.open.refuse(Fault(Reason.STALE_EPOCH, "another process"))
     await p.call(p.request(), d).fails(Reason.DECODE_LOST, "the shard refused open")
     d.transfers(1)
+
+
+@case(
+    317,
+    "A grant has one stream for each pair of a shard of P and a shard of D that hold some layer and"
+    " head in common, to the shard of D, and TransferOpen.sends names the layers and heads that"
+    " come on it.",
+)
+async def each_shard_gets_its_heads(p: PrefillHand) -> None:
+    """D has two shards that share the heads between them: each gets its own heads of every layer
+    and block, as open says, and both are ended before the hand-off."""
+    if heads_of(p.layout) % 2:
+        raise NotApplicable("the heads of P's layout cannot be halved")
+    halves = cut(p.layout, 2, 1)
+    d = await p.decode(shards=[half.to_proto() for half in halves])
+    request = p.request()
+    await p.call(request, d).handed_off()
+    sent = sorted((s.shard, part_of(s.open.sends, p.layout)) for s in d.streams)
+    expect_equal(sent, [(i, half.part) for i, half in enumerate(halves)], "(shard, sends) of each")
+    expect_kv(await d.granted(request.ref), p.rule, request.tokens)
 
 
 def _places(stream: IncomingKv) -> set[tuple[int, int, int]]:

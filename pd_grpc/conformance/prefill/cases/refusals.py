@@ -13,7 +13,8 @@ from pd_grpc.conformance.sampling_values import (
     SCOPE_OFF,
     all_beyond_bounds,
     beyond_bounds,
-    reserved_sampling,
+    lacking,
+    not_of_instances,
     reserved_scopes,
     sampling_with,
 )
@@ -104,7 +105,7 @@ async def a_bad_endpoint(p: PrefillHand) -> None:
 )
 async def reserved_sampling_fields(p: PrefillHand) -> None:
     """Each reserved field of sampling is refused by name, and its neutral value is taken."""
-    for path, sampling in reserved_sampling():
+    for path, sampling in not_of_instances():
         request = p.request(sampling=sampling)
         check_feature(await p.refused(request, Reason.FEATURE, f"{path} is reserved"), path)
     d = await p.decode()
@@ -181,14 +182,14 @@ async def every_violation_is_named(p: PrefillHand) -> None:
     " that was not built for it, and so is one that needs a feature which was not"
     " negotiated; neither is ever ignored.",
 )
-async def logprobs_that_were_not_negotiated(p: PrefillHand) -> None:
-    """A request for log-probabilities goes to no D whose Welcome does not list logprobs: it is
-    refused by name, and D is asked for no blocks."""
+async def features_that_were_not_negotiated(p: PrefillHand) -> None:
+    """A request whose sampling needs a feature goes to no D whose Welcome does not list it: it is
+    refused by the field's name, and D is asked for no blocks."""
     d = await p.decode()
-    request = p.request()
-    request.sampling.logprobs = 1
-    fault = await p.call(request, d).fails(Reason.FEATURE, "logprobs were not negotiated")
-    check_feature(fault, "sampling.logprobs")
+    for path, sampling in lacking(()):
+        request = p.request(sampling=sampling)
+        fault = await p.call(request, d).fails(Reason.FEATURE, f"{path} was not negotiated")
+        check_feature(fault, path)
     expect_equal(d.allocate.seen, [], "the Allocates")
 
 

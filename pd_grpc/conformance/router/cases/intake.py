@@ -143,6 +143,11 @@ async def sampling_passes_unchanged(r: RouterHand) -> None:
             stop_token_ids=[31, 77],
             ignore_eos=True,
             logprobs=3,
+            min_p=0.125,
+            presence_penalty=-1.5,
+            frequency_penalty=0.5,
+            repetition_penalty=1.25,
+            logit_bias={7: -100, 31_999: 12.5},
         )
         one = await r.routed(sampling=sampling)
         expect_equal(one.prefill.request.sampling, sampling, "sampling of Prefill")

@@ -51,6 +51,11 @@ async def sampling_at_its_bounds(r: RouterHand) -> None:
         stop=["\u2603" * 256] * 16,
         stop_token_ids=[7] * 64,
         logprobs=20,
+        min_p=1,
+        presence_penalty=-2,
+        frequency_penalty=2,
+        repetition_penalty=1e9,
+        logit_bias=dict.fromkeys(range(1024), -100.0),
     )
     one = await r.routed(sampling=sampling)
     expect_equal(one.prefill.request.sampling, sampling, "sampling of Prefill")

@@ -104,8 +104,8 @@ async def prompt_and_output_beyond_the_model(r: RouterHand) -> None:
 
 @case(138, "Token ids are below this.")
 async def token_ids_outside_the_vocabulary(r: RouterHand) -> None:
-    """A token id that is not below vocab_size is refused in the prompt, in earlier output and among
-    stop ids."""
+    """A token id that is not below vocab_size is refused in the prompt, in earlier output, among
+    stop ids and among those with a bias."""
     wrong = r.subject.vocab_size
     prompt = inference_pb2.TokenIds(ids=[7, wrong])
     await r.refused(Reason.BAD_REQUEST, f"token_ids has {wrong}", token_ids=prompt)
@@ -114,6 +114,11 @@ async def token_ids_outside_the_vocabulary(r: RouterHand) -> None:
     )
     sampling = sampling_pb2.SamplingParams(max_tokens=8, stop_token_ids=[wrong])
     await r.refused(Reason.BAD_REQUEST, f"stop_token_ids has {wrong}", sampling=sampling)
+    if "logit_bias" in r.subject.info.features:
+        biased = sampling_pb2.SamplingParams(max_tokens=8, logit_bias={7: 1.0, wrong: 1.0})
+        what = f"logit_bias has {wrong}"
+        fault = await r.refused(Reason.BAD_REQUEST, what, sampling=biased)
+        check_field(fault, "logit_bias")
 
 
 @case(139, "The router refuses it with BAD_REQUEST.")

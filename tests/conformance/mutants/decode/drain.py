@@ -126,7 +126,7 @@ def nobody_may_come_back(patch: pytest.MonkeyPatch) -> None:
 
 @mutant("D959")
 def a_drain_is_a_private_matter(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(DecodeView, "_health", lambda self: admin_pb2.HEALTH_SERVING)
+    patch.setattr(DecodeView, "_health", lambda self, draining: admin_pb2.HEALTH_SERVING)
 
 
 @mutant("D960")

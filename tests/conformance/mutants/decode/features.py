@@ -25,6 +25,16 @@ def _blind_to(patch: pytest.MonkeyPatch, check: str, *fields: str) -> None:
     patch.setattr(checks, check, unbuilt)
 
 
+def _has(patch: pytest.MonkeyPatch, *features: str) -> None:
+    """D believes that it and every P have these."""
+    right = checks.check_features
+
+    def check(sampling, scope, negotiated):  # type: ignore[no-untyped-def]
+        right(sampling, scope, negotiated | {*features})
+
+    patch.setattr(checks, "check_features", check)
+
+
 @mutant("D700", "D702")
 def tenants_are_not_told_apart(patch: pytest.MonkeyPatch) -> None:
     _blind_to(patch, "unbuilt_scope", "tenant")
@@ -36,8 +46,13 @@ def pulling_is_pushing(patch: pytest.MonkeyPatch) -> None:
 
 
 @mutant("D701", "D703")
+def what_the_prompt_would_be_worth_is_not_told(patch: pytest.MonkeyPatch) -> None:
+    _blind_to(patch, "unbuilt_sampling", "prompt_logprobs")
+
+
+@mutant("D703", "D704")
 def penalties_are_ignored(patch: pytest.MonkeyPatch) -> None:
-    _blind_to(patch, "unbuilt_sampling", "presence_penalty", "frequency_penalty")
+    _has(patch, "presence_penalty", "frequency_penalty")
 
 
 @mutant("D701")
@@ -62,7 +77,7 @@ def local_requests_are_not_looked_at(patch: pytest.MonkeyPatch) -> None:
     def check(request, limits):  # type: ignore[no-untyped-def]
         if not request.HasField("handoff"):
             request.ClearField("scope")
-            for field in ("min_p", "n", "structured_output"):
+            for field in ("min_p", "n", "prompt_logprobs"):
                 request.sampling.ClearField(field)
         return right(request, limits)
 
@@ -71,21 +86,16 @@ def local_requests_are_not_looked_at(patch: pytest.MonkeyPatch) -> None:
 
 @mutant("D704")
 def logprobs_are_left_out(patch: pytest.MonkeyPatch) -> None:
-    right = checks.check_features
-
-    def check(sampling, scope, features):  # type: ignore[no-untyped-def]
-        right(sampling, scope, features | {"logprobs"})
-
-    patch.setattr(checks, "check_features", check)
+    _has(patch, "logprobs")
 
 
 @mutant("D705")
 def whatever_is_set_is_used(patch: pytest.MonkeyPatch) -> None:
-    def unbuilt(params):  # type: ignore[no-untyped-def]
-        reserved = ("min_p", "repetition_penalty")
-        return next((f"sampling.{name}" for name in reserved if params.HasField(name)), None)
+    def lacking(params, features):  # type: ignore[no-untyped-def]
+        optional = ("min_p", "repetition_penalty")
+        return next((f"sampling.{name}" for name in optional if params.HasField(name)), None)
 
-    patch.setattr(checks, "unbuilt_sampling", unbuilt)
+    patch.setattr(checks, "lacking_feature", lacking)
 
 
 @mutant("D705")

@@ -191,7 +191,8 @@ def the_stream_of_a_complete_answer_stays_open(patch: pytest.MonkeyPatch) -> Non
     right = Receiver.close_grant
 
     def wrong(self, grant_id, fault, now):  # type: ignore[no-untyped-def]
-        self._grants[grant_id].stream = None
+        for incoming in self._grants[grant_id].incoming.values():
+            incoming.stream = None
         return right(self, grant_id, fault, now)
 
     patch.setattr(Receiver, "close_grant", wrong)

@@ -10,6 +10,7 @@ import pytest
 from pd_grpc.decode import sessions
 from pd_grpc.decode.sessions import Sessions
 from pd_grpc.protocol.faults import Fault, Reason, bad_request
+from pd_grpc.protocol.messages import layout_to_proto
 from pd_grpc.protocol.sampling import FieldError
 from pd_grpc.v1 import layout_pb2, types_pb2
 from tests.conformance.mutants.decode.registry import DECODE_MUTANTS as mutant
@@ -52,8 +53,9 @@ def no_layout_is_ours(patch: pytest.MonkeyPatch) -> None:
     right = Sessions._check
 
     def check(self, hello):  # type: ignore[no-untyped-def]
-        if hello.layouts:
-            right(self, hello)
+        if not hello.layouts:
+            hello.layouts.append(layout_to_proto(self._offer.layout))
+        right(self, hello)
 
     patch.setattr(Sessions, "_check", check)
 

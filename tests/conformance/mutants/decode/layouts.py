@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from pd_grpc.decode import sessions
 from pd_grpc.decode.sessions import Sessions
+from pd_grpc.protocol import shards
 from pd_grpc.protocol.faults import Fault, Reason
-from pd_grpc.protocol.layout import KvLayout
+from pd_grpc.protocol.layout import KvLayout, Mismatch
 from pd_grpc.v1 import layout_pb2
 from tests.conformance.mutants.decode.registry import DECODE_MUTANTS as mutant
 
@@ -59,14 +62,31 @@ def groups_are_compared_as_far_as_they_go(patch: pytest.MonkeyPatch) -> None:
 
 
 @mutant("D134")
-def packings_are_not_compared(patch: pytest.MonkeyPatch) -> None:
-    _blind_to(patch, "format")
+def packings_are_compared(patch: pytest.MonkeyPatch) -> None:
+    right = KvLayout.differences
+
+    def differences(self, theirs):  # type: ignore[no-untyped-def]
+        if self.format != theirs.format:
+            return [Mismatch("format", self.format, theirs.format)]
+        return right(self, theirs)
+
+    patch.setattr(KvLayout, "differences", differences)
+
+
+@mutant("D134")
+def bytes_travel_as_p_has_them(patch: pytest.MonkeyPatch) -> None:
+    right = Sessions._carrier
+    patch.setattr(
+        Sessions,
+        "_carrier",
+        lambda self, hello, layout: replace(right(self, hello, layout), kv_format=layout.format),
+    )
 
 
 @mutant("D135")
 def the_best_layout_alone_counts(patch: pytest.MonkeyPatch) -> None:
-    right = Sessions._check_layouts
-    patch.setattr(Sessions, "_check_layouts", lambda self, offered: right(self, offered[:1]))
+    right = Sessions._chosen
+    patch.setattr(Sessions, "_chosen", lambda self, offered: right(self, offered[:1]))
 
 
 @mutant("D136")
@@ -109,6 +129,26 @@ def an_unknown_kind_is_malformed(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Sessions, "_layout_fault", layout_fault)
 
 
+@mutant("D143")
+def sliding_groups_are_not_built(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(sessions, "_BUILT_GROUPS", (0, layout_pb2.KV_GROUP_KIND_FULL))
+
+
+@mutant("D143")
+def windows_are_not_compared(patch: pytest.MonkeyPatch) -> None:
+    _blind_to(patch, "window")
+
+
+@mutant("D144")
+def scales_are_not_built(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(sessions, "_BUILT_PLANES", (layout_pb2.PLANE_KIND_K, layout_pb2.PLANE_KIND_V))
+
+
+@mutant("D144")
+def kinds_are_not_compared(patch: pytest.MonkeyPatch) -> None:
+    _blind_to(patch, "kind")
+
+
 @mutant("D139")
 def any_hash(patch: pytest.MonkeyPatch) -> None:
     right = sessions._check_means
@@ -122,9 +162,9 @@ def any_hash(patch: pytest.MonkeyPatch) -> None:
 
 @mutant("D140")
 def any_shards(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(sessions, "_check_means", lambda hello: None)
+    patch.setattr(sessions, "shards_problem", lambda shards, layout: None)
 
 
 @mutant("D141")
 def a_part_is_as_good_as_the_whole(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(sessions, "_check_whole", lambda shard, layout: None)
+    patch.setattr(shards, "_cover_problem", lambda places, layout: None)

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from pd_grpc.decode import session_ids, transfer_checks
+from pd_grpc.decode import incoming, session_ids, transfer_checks
 from pd_grpc.decode.receiver import Receiver, _Wanted
-from pd_grpc.decode.sender_shard import missing_part
 from pd_grpc.decode.session_ids import SessionIds
 from pd_grpc.protocol.faults import Fault, Reason
-from pd_grpc.protocol.layout import KvLayout, Mismatch
+from pd_grpc.protocol.layout import Mismatch
+from pd_grpc.protocol.shards import unbuilt_part
 from tests.conformance.mutants.decode.registry import DECODE_MUTANTS as mutant
 
 
@@ -45,17 +44,6 @@ def forgive(patch: pytest.MonkeyPatch, part: str) -> None:
     patch.setattr(Receiver, "_attach", wrong)
 
 
-def forgive_sender(patch: pytest.MonkeyPatch, which: Callable[[Mismatch], bool]) -> None:
-    """Do not see some of what makes a sender one of several."""
-    right = missing_part
-
-    def wrong(shard: Any, layout: KvLayout) -> Mismatch | None:
-        lacks = right(shard, layout)
-        return None if lacks is None or which(lacks) else lacks
-
-    patch.setattr(transfer_checks, "missing_part", wrong)
-
-
 def misname(patch: pytest.MonkeyPatch, path: str, name: str) -> None:
     """Call a field that needs what is not built by another name than its path."""
     right = transfer_checks.check_open
@@ -76,7 +64,7 @@ def early_chunks_are_dropped(patch: pytest.MonkeyPatch) -> None:
     right = Receiver._chunk
 
     def wrong(self, stream, state, chunk, payload):  # type: ignore[no-untyped-def]
-        return right(self, stream, state, chunk, payload) if state.opened else []
+        return right(self, stream, state, chunk, payload) if state.incoming is not None else []
 
     patch.setattr(Receiver, "_chunk", wrong)
 
@@ -86,7 +74,11 @@ def an_early_end_ends_with_ok(patch: pytest.MonkeyPatch) -> None:
     right = Receiver._stream_end
 
     def wrong(self, stream, state, end):  # type: ignore[no-untyped-def]
-        return right(self, stream, state, end) if state.opened else self._end(stream, None)
+        return (
+            right(self, stream, state, end)
+            if state.incoming is not None
+            else self._end(stream, None)
+        )
 
     patch.setattr(Receiver, "_stream_end", wrong)
 
@@ -135,34 +127,22 @@ def a_transport_is_named_by_its_value(patch: pytest.MonkeyPatch) -> None:
 
 
 @mutant("D339")
-def a_size_is_named_without_its_sender(patch: pytest.MonkeyPatch) -> None:
-    misname(patch, "open.sender.tp_size", "tp_size")
-
-
-@mutant("D339")
-def senders_are_not_counted(patch: pytest.MonkeyPatch) -> None:
-    before_check(patch, "sender", 0)
+def senders_are_not_looked_at(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(incoming, "sender_index", lambda message, senders, layout: 0)
 
 
 @mutant("D342")
-def ranks_of_senders_are_not_looked_at(patch: pytest.MonkeyPatch) -> None:
-    forgive_sender(patch, lambda lacks: lacks.field.endswith("_rank"))
-
-
-@mutant("D342")
-def ranges_of_senders_are_not_looked_at(patch: pytest.MonkeyPatch) -> None:
-    forgive_sender(patch, lambda lacks: lacks.field.endswith(("_start", "_count")))
+def what_a_sender_shares_is_not_looked_at(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(transfer_checks, "unbuilt_part", lambda shard: None)
 
 
 @mutant("D342")
 def senders_are_refused_as_a_whole(patch: pytest.MonkeyPatch) -> None:
-    right = missing_part
-
-    def wrong(shard: Any, layout: KvLayout) -> Mismatch | None:
-        lacks = right(shard, layout)
+    def wrong(shard: Any) -> Mismatch | None:
+        lacks = unbuilt_part(shard)
         return None if lacks is None else replace(lacks, field="")
 
-    patch.setattr(transfer_checks, "missing_part", wrong)
+    patch.setattr(transfer_checks, "unbuilt_part", wrong)
 
 
 @mutant("D340")

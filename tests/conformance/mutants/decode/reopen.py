@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from pd_grpc.decode import events as ev
-from pd_grpc.decode import machine
+from pd_grpc.decode import machine, receiver
 from pd_grpc.decode.bulk import BulkServer
 from pd_grpc.decode.receiver import Receiver
 from pd_grpc.protocol.faults import Fault, Reason, stage_deadline
@@ -42,7 +42,7 @@ def a_grant_goes_with_its_stream(patch: pytest.MonkeyPatch) -> None:
 
 @mutant("D352")
 def opened_never_lists_anything(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Receiver, "_verified", lambda self, grant: [])
+    patch.setattr(receiver, "verified_ranges", lambda verified: [])
 
 
 @mutant("D353")
@@ -83,7 +83,8 @@ def the_older_stream_stays(patch: pytest.MonkeyPatch) -> None:
     right = Receiver._attach
 
     def wrong(self, stream, grant_id, grant):  # type: ignore[no-untyped-def]
-        grant.stream = None
+        for incoming in grant.incoming.values():
+            incoming.stream = None
         return right(self, stream, grant_id, grant)
 
     patch.setattr(Receiver, "_attach", wrong)
@@ -94,7 +95,8 @@ def a_closed_grant_leaves_its_stream_open(patch: pytest.MonkeyPatch) -> None:
     right = Receiver.close_grant
 
     def wrong(self, grant_id, fault, now):  # type: ignore[no-untyped-def]
-        self._grants[grant_id].stream = None
+        for incoming in self._grants[grant_id].incoming.values():
+            incoming.stream = None
         return right(self, grant_id, fault, now)
 
     patch.setattr(Receiver, "close_grant", wrong)

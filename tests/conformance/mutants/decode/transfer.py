@@ -9,6 +9,7 @@ import pytest
 
 from pd_grpc.decode import events as ev
 from pd_grpc.decode import transfer_checks
+from pd_grpc.decode.incoming import IncomingGrant
 from pd_grpc.decode.ledger import Ledger
 from pd_grpc.decode.machine import DecodeMachine
 from pd_grpc.decode.receiver import Receiver, Respond
@@ -57,13 +58,14 @@ def chunks_must_come_in_order(patch: pytest.MonkeyPatch) -> None:
 
 @mutant("D302")
 def everything_counts_as_verified(patch: pytest.MonkeyPatch) -> None:
-    right = Receiver._attach
+    right = IncomingGrant.opened
 
-    def wrong(self, stream, grant_id, grant):  # type: ignore[no-untyped-def]
-        grant.verified[0][0][:] = b"\1" * len(grant.verified[0][0])
-        return right(self, stream, grant_id, grant)
+    def wrong(self, message):  # type: ignore[no-untyped-def]
+        incoming = right(self, message)
+        incoming.verified[0][0][:] = b"\1" * len(incoming.verified[0][0])
+        return incoming
 
-    patch.setattr(Receiver, "_attach", wrong)
+    patch.setattr(IncomingGrant, "opened", wrong)
 
 
 @mutant("D303")
@@ -94,7 +96,7 @@ def the_window_bounds_a_single_chunk(patch: pytest.MonkeyPatch) -> None:
 def layers_come_before_blocks(patch: pytest.MonkeyPatch) -> None:
     right = HostKvMemory.write
 
-    def wrong(self, blocks, group, layer, layers, payload):  # type: ignore[no-untyped-def]
+    def wrong(self, blocks, group, layer, layers, payload, heads=None):  # type: ignore[no-untyped-def]
         size = payload.nbytes // (len(blocks) * layers)
         parts = [bytes(payload[at : at + size]) for at in range(0, payload.nbytes, size)]
         turned = [parts[n * len(blocks) + b] for b in range(len(blocks)) for n in range(layers)]
@@ -127,7 +129,7 @@ def any_layer_is_taken(patch: pytest.MonkeyPatch) -> None:
 @mutant("D309")
 def a_block_too_many_is_the_last(patch: pytest.MonkeyPatch) -> None:
     def spoil(self: Any, state: Any, chunk: Any, payload: Any) -> None:
-        last = len(self._grant_of(state).blocks) - chunk.block_count
+        last = len(self._grant_of(state)[0].blocks) - chunk.block_count
         chunk.block_start = min(chunk.block_start, last)
 
     before_chunk(patch, spoil)
@@ -151,7 +153,7 @@ def a_longer_payload_is_cut(patch: pytest.MonkeyPatch) -> None:
     tolerate(patch, "chunk.payload")
     right = HostKvMemory.write
 
-    def wrong(self, blocks, group, layer, layers, payload):  # type: ignore[no-untyped-def]
+    def wrong(self, blocks, group, layer, layers, payload, heads=None):  # type: ignore[no-untyped-def]
         size = layers * self._layout.layer_bytes(group) * len(blocks)
         right(self, blocks, group, layer, layers, payload[:size])
 
@@ -188,7 +190,7 @@ def an_end_is_believed(patch: pytest.MonkeyPatch) -> None:
     right = Receiver._stream_end
 
     def wrong(self, stream, state, end):  # type: ignore[no-untyped-def]
-        self._grants[state.grant_id].missing = 0
+        state.incoming.missing = 0
         return right(self, stream, state, end)
 
     patch.setattr(Receiver, "_stream_end", wrong)
@@ -216,7 +218,7 @@ def a_second_open_begins_anew(patch: pytest.MonkeyPatch) -> None:
 @mutant("D319")
 def a_range_comes_only_once(patch: pytest.MonkeyPatch) -> None:
     def spoil(self: Any, state: Any, chunk: Any, payload: Any) -> None:
-        row = self._grant_of(state).verified[0][chunk.layer_start]
+        row = state.incoming.verified[0][chunk.layer_start]
         if row[chunk.block_start]:
             raise bad_request([FieldError("chunk.block_start", "has come already")])
 
@@ -227,8 +229,8 @@ def a_range_comes_only_once(patch: pytest.MonkeyPatch) -> None:
 def what_comes_last_is_kept(patch: pytest.MonkeyPatch) -> None:
     def spoil(self: Any, state: Any, chunk: Any, payload: Any) -> None:
         first, end = chunk.block_start, chunk.block_start + chunk.block_count
-        blocks = self._grant_of(state).blocks[first:end]
-        self._memory.write(blocks, 0, chunk.layer_start, chunk.layer_count, payload)
+        blocks = self._grant_of(state)[0].blocks[first:end]
+        self._transports[state.transport].land(chunk, payload, blocks, fresh=True, audited=False)
 
     before_chunk(patch, spoil)
 
@@ -264,7 +266,7 @@ def chunks_go_to_the_grant_opened_last(patch: pytest.MonkeyPatch) -> None:
     right = Receiver._grant_of
 
     def wrong(self, state):  # type: ignore[no-untyped-def]
-        right(self, state)
-        return list(self._grants.values())[-1]
+        _, incoming = right(self, state)
+        return list(self._grants.values())[-1], incoming
 
     patch.setattr(Receiver, "_grant_of", wrong)

@@ -122,11 +122,11 @@ def a_stream_without_chunks_is_not_ended(patch: pytest.MonkeyPatch) -> None:
 
 @mutant("P311")
 def every_shard_gets_every_layer(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(
-        grants,
-        "_layers_of",
-        lambda shard, layout: tuple(LayerRun(g, 0, x.layers) for g, x in enumerate(layout.groups)),
-    )
+    def wrong(grant, strand, record, layout):  # type: ignore[no-untyped-def]
+        every = tuple(LayerRun(g, 0, x.layers) for g, x in enumerate(layout.groups))
+        return replace(grants.send_plan(grant, strand, record, layout), layers=every)
+
+    patch.setattr(handover, "send_plan", wrong)
 
 
 @mutant("P312")
@@ -138,9 +138,10 @@ def the_shards_of_the_welcome(patch: pytest.MonkeyPatch) -> None:
         welcomed.append(welcome)
         return right_welcomed(self, welcome, now)
 
-    def wrong(endpoint, decode, response):  # type: ignore[no-untyped-def]
-        grant = right_grant(endpoint, decode, response)
-        return replace(grant, shards=tuple(welcomed[-1].shards))
+    def wrong(endpoint, decode, response, *rest):  # type: ignore[no-untyped-def]
+        del response.shards[:]
+        response.shards.extend(welcomed[-1].shards)
+        return right_grant(endpoint, decode, response, *rest)
 
     patch.setattr(DecodeSession, "_welcomed", note)
     patch.setattr(placement, "read_grant", wrong)
@@ -169,3 +170,13 @@ def a_bad_range_is_the_callers(patch: pytest.MonkeyPatch) -> None:
         "_of_transfer",
         lambda fault, record: as_fault(fault, record.grant.endpoint, "transfer"),
     )
+
+
+@mutant("P317")
+def every_shard_gets_the_first_heads(patch: pytest.MonkeyPatch) -> None:
+    right = HostKvMemory.read
+
+    def wrong(self, blocks, group, layer, layers, heads=None):  # type: ignore[no-untyped-def]
+        return right(self, blocks, group, layer, layers, heads and (0, heads[1]))
+
+    patch.setattr(HostKvMemory, "read", wrong)

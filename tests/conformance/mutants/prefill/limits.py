@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 from google.protobuf.unknown_fields import UnknownFieldSet
 
-from pd_grpc.prefill import machine, sessions, validation
+from pd_grpc.prefill import machine, sessions, validation, welcomes
 from pd_grpc.prefill.carriers import Carriers
 from pd_grpc.prefill.machine import PrefillMachine
 from pd_grpc.prefill.sessions import DecodeSession
@@ -32,14 +32,14 @@ def unknown_fields_are_refused(patch: pytest.MonkeyPatch) -> None:
 
 @mutant("P802")
 def unknown_fields_of_a_welcome_are_refused(patch: pytest.MonkeyPatch) -> None:
-    right = DecodeSession._objection
+    right = welcomes.objection
 
-    def wrong(self, welcome):  # type: ignore[no-untyped-def]
+    def wrong(welcome, *ours):  # type: ignore[no-untyped-def]
         if len(UnknownFieldSet(welcome)):
             return Fault(Reason.LAYOUT_MISMATCH, "fields that are not known")
-        return right(self, welcome)
+        return right(welcome, *ours)
 
-    patch.setattr(DecodeSession, "_objection", wrong)
+    patch.setattr(sessions, "objection", wrong)
 
 
 @mutant("P803")
@@ -55,12 +55,13 @@ def only_known_directions_are_looked_at(patch: pytest.MonkeyPatch) -> None:
 
 @mutant("P804")
 def any_transport_will_do(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(sessions, "INLINE", frozenset(range(100)))
+    patch.setattr(welcomes, "INLINE", frozenset(range(100)))
 
 
 @mutant("P808")
 def a_transport_must_be_named(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(sessions, "INLINE", frozenset({layout_pb2.TRANSPORT_INLINE}))
+    for module in (sessions, welcomes):
+        patch.setattr(module, "INLINE", frozenset({layout_pb2.TRANSPORT_INLINE}))
 
 
 @mutant("P808")

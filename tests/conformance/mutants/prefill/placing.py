@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from pd_grpc.blocks.pool import BlockState
-from pd_grpc.prefill import placement, sessions, validation
+from pd_grpc.prefill import asking, placement, sessions, validation
+from pd_grpc.prefill.asking import objection
 from pd_grpc.prefill.decode_faults import another_may_do, as_fault
 from pd_grpc.prefill.machine import PrefillMachine
 from pd_grpc.prefill.prepare import PreparePool
@@ -147,18 +148,18 @@ def a_refused_hello_loses_its_details(patch: pytest.MonkeyPatch) -> None:
 
 @mutant("P224")
 def any_process_of_d_will_do(patch: pytest.MonkeyPatch) -> None:
-    right = placement._objection
+    right = objection
 
     def wrong(record, session):  # type: ignore[no-untyped-def]
         found = right(record, session)
         return None if found is not None and found.reason is Reason.STALE_EPOCH else found
 
-    patch.setattr(placement, "_objection", wrong)
+    patch.setattr(placement, "objection", wrong)
 
 
 @mutant("P227")
 def who_is_there_is_said_of_p_alone(patch: pytest.MonkeyPatch) -> None:
-    for module in (placement, sessions):
+    for module in (asking, sessions):
         patch.setattr(module, "not_meant", lambda reason, text, meant, here: Fault(reason, text))
 
 

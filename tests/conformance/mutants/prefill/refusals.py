@@ -7,6 +7,7 @@ from functools import partial
 import pytest
 
 from pd_grpc.prefill import machine, placement, validation
+from pd_grpc.prefill.asking import objection
 from pd_grpc.prefill.machine import PrefillMachine
 from pd_grpc.prefill.requests import Requests
 from pd_grpc.protocol.faults import Fault, Reason, bad_request
@@ -141,14 +142,14 @@ def one_violation_is_enough(patch: pytest.MonkeyPatch) -> None:
 
 @mutant("P715")
 def features_are_not_negotiated(patch: pytest.MonkeyPatch) -> None:
-    right = placement._objection
+    right = objection
 
     def wrong(record, session):  # type: ignore[no-untyped-def]
         found = right(record, session)
         return None if found is not None and found.reason is Reason.FEATURE else found
 
     patch.setattr(validation, "_check_features", lambda request, limits: None)
-    patch.setattr(placement, "_objection", wrong)
+    patch.setattr(placement, "objection", wrong)
 
 
 @mutant("P720")

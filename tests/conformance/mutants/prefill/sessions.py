@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from pd_grpc.prefill import sessions
+from pd_grpc.prefill import sessions, welcomes
 from pd_grpc.prefill.conversations import Conversations
 from pd_grpc.prefill.peer import DecodePeer
 from pd_grpc.prefill.sessions import DecodeSession
@@ -147,13 +147,13 @@ def any_layout_will_do(patch: pytest.MonkeyPatch) -> None:
 
 @mutant("P116")
 def reserved_features_are_ignored(patch: pytest.MonkeyPatch) -> None:
-    right = DecodeSession._objection
+    right = welcomes.objection
 
-    def wrong(self, welcome):  # type: ignore[no-untyped-def]
+    def wrong(welcome, *ours):  # type: ignore[no-untyped-def]
         welcome.first_token_by_decode = False
-        return right(self, welcome)
+        return right(welcome, *ours)
 
-    patch.setattr(DecodeSession, "_objection", wrong)
+    patch.setattr(sessions, "objection", wrong)
 
 
 @mutant("P117")

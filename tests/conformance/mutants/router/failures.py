@@ -59,8 +59,8 @@ def what_waits_is_dropped_at_a_failure(patch: pytest.MonkeyPatch) -> None:
         while len(self._outbox._token_ids) < 4 and not self._machine.ended:
             self._wake.clear()
             await self._wake.wait()
-        if self._fault is not None:
-            raise self._fault
+        if self.fault is not None:
+            raise self.fault
         return await right(self)
 
     patch.setattr(RoutedCall, "next_message", wrong)

@@ -85,6 +85,11 @@ def stop_ids_are_not_checked(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(intake, "token_errors", wrong)
 
 
+@mutant("R138")
+def biases_are_for_any_token(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(intake, "vocabulary_errors", lambda sampling, vocab_size: [])
+
+
 @mutant("R139")
 def a_hand_off_is_ignored(patch: pytest.MonkeyPatch) -> None:
     right = intake.check_shape
@@ -114,9 +119,9 @@ def names_of_any_length(patch: pytest.MonkeyPatch) -> None:
 
 
 @mutant("R142")
-def several_answers_become_one(patch: pytest.MonkeyPatch) -> None:
+def the_prompt_has_no_logprobs(patch: pytest.MonkeyPatch) -> None:
     right = unbuilt_sampling
-    patch.setattr(intake, "unbuilt_sampling", lambda p: None if p.n > 1 else right(p))
+    patch.setattr(intake, "unbuilt_sampling", lambda p: None if p.prompt_logprobs else right(p))
 
 
 @mutant("R143")
