@@ -11,11 +11,14 @@ import pytest
 from pd_grpc.decode import prefill_desk
 from pd_grpc.decode.sessions import Sessions
 from tests.testing.planted_decode import DECODE, any_session
+from tests.testing.planted_lending import LENDING
+from tests.testing.planted_local import LOCAL
 from tests.testing.planted_prefill import PREFILL
 from tests.testing.planted_router import RECOVERING, ROUTER
+from tests.testing.planted_shards import SHARDED
 from tests.testing.planting import Planted
 
-ALL = [*DECODE, *PREFILL, *ROUTER, *RECOVERING]
+ALL = [*DECODE, *PREFILL, *ROUTER, *RECOVERING, *LENDING, *LOCAL, *SHARDED]
 
 
 @contextlib.contextmanager

@@ -18,7 +18,9 @@ from pd_grpc.testing.explorer.scenario import (
     ALIKE,
     DIRECT,
     FULL,
+    LENT_ONE,
     ONE_DECODE,
+    ONE_SIDED,
     RECOVERY,
     SMALL,
     TWO_DECODES,
@@ -26,6 +28,8 @@ from pd_grpc.testing.explorer.scenario import (
 )
 from pd_grpc.testing.explorer.walks import NoSuchMove
 from pd_grpc.testing.explorer.world import State, World
+
+pytestmark = pytest.mark.longest
 
 
 def is_clean(report: Report) -> None:
@@ -42,7 +46,8 @@ def test_one_request_goes_well_in_every_order_without_a_fault() -> None:
 
 
 @pytest.mark.parametrize(
-    "scenario", [SMALL, DIRECT, ONE_DECODE, TWO_DECODES, ALIKE, FULL[0], *RECOVERY]
+    "scenario",
+    [SMALL, DIRECT, ONE_DECODE, TWO_DECODES, ALIKE, FULL[0], *RECOVERY, LENT_ONE, *ONE_SIDED],
 )
 def test_nothing_goes_wrong_in_a_short_search_with_faults(scenario: Scenario) -> None:
     report = explore(states=8_000, scenarios=[scenario], most_faults=2)
@@ -125,15 +130,34 @@ def test_p_hears_of_a_shard_that_is_reached_again(monkeypatch: pytest.MonkeyPatc
     heard: list[TransferKey] = []
     right = ShardSilence.reached
 
-    def noted(self: ShardSilence, key: TransferKey) -> None:
+    def noted(self: ShardSilence, key: TransferKey, strand: int) -> None:
         heard.append(key)
-        right(self, key)
+        right(self, key, strand)
 
     monkeypatch.setattr(ShardSilence, "reached", noted)
     for seed in range(60):
         walked = walk(replace(SMALL, faults=("lose",)), seed)
         assert not walked.found, walked
     assert heard
+
+
+def test_a_request_that_comes_three_times_is_answered_once() -> None:
+    scenario = replace(SMALL, faults=("repeat",))
+    world = World(scenario)
+    state = world.root()
+    while not world.faults(state):
+        state, _ = world.after(state, world.moves(state)[0])
+    for _ in range(2):
+        state, _ = world.after(state, world.faults(state)[0])
+    calls = [line.call for line in world.wire(state)]
+
+    assert len(calls) == len(set(calls))
+    assert [world.ids.calls[call].name for call in calls][-3:] == [
+        "100/t1#1/1",
+        "100/t1#1/1~",
+        "100/t1#1/1~~",
+    ]
+    assert world.wrong_at_the_end(state, faults=2)[1] == []
 
 
 def test_a_seed_walks_the_same_way_every_time() -> None:

@@ -10,8 +10,9 @@ from typer.testing import CliRunner
 
 from pd_grpc.cli.commands import app
 from pd_grpc.testing.explore import replay, walk
-from pd_grpc.testing.explorer.scenario import FULL
-from tests.testing.planted import ALL, planted
+from pd_grpc.testing.explorer.scenario import ALL, FULL
+from tests.testing.planted import ALL as FAULTS
+from tests.testing.planted import planted
 
 SHORT = ("explore", "--states", "4000", "--walks", "4", "--seed", "5")
 
@@ -26,14 +27,14 @@ def test_the_command_tells_what_it_saw_and_writes_it_down(tmp_path: Path) -> Non
     report = json.loads(file.read_text())
     assert (report["states"], report["walks"], report["seed"]) == (4000, 4, 5)
     assert report["violations"] == []
-    assert len(report["searches"]) == 8
+    assert len(report["searches"]) == len(ALL)
     assert all(layer["depth"] > 0 for s in report["searches"] for layer in s["layers"][:1])
 
 
 def test_a_violation_is_replayed_from_what_the_command_writes(tmp_path: Path) -> None:
     """As the page says: a walk by its seed, what the search found by its moves."""
     file = tmp_path / "explored.json"
-    (fault,) = (each for each in ALL if each.name == "P takes blocks before it has a grant")
+    (fault,) = (each for each in FAULTS if each.name == "P takes blocks before it has a grant")
 
     with planted(fault):
         CliRunner().invoke(app, [*SHORT, "--faults", "1", "--json", str(file)])
@@ -59,7 +60,7 @@ def test_a_file_that_cannot_be_written_is_refused_before_anything_is_explored(
 
 
 def test_a_violation_is_printed_with_its_moves_and_fails_the_command() -> None:
-    (fault,) = (each for each in ALL if each.name == "P takes blocks before it has a grant")
+    (fault,) = (each for each in FAULTS if each.name == "P takes blocks before it has a grant")
 
     with planted(fault):
         result = CliRunner().invoke(app, [*SHORT, "--walks", "0", "--faults", "1"])

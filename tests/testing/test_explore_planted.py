@@ -13,6 +13,8 @@ from pd_grpc.testing.explorer.world import World
 from tests.testing.planted import ALL, NO_FENCE, planted
 from tests.testing.planting import Planted
 
+pytestmark = pytest.mark.longest
+
 WALKS = 60
 
 

@@ -14,11 +14,13 @@ from google.protobuf.wrappers_pb2 import StringValue
 
 from pd_grpc.testing.faults import Direction, Injector, Kind, Rule
 from tests.testing.echo import Caller, Echo, echoing
-from tests.waiting import until
+from tests.waiting import LIMIT_S, until
 
 RESPONSE = Direction.RESPONSE
 DELAY_S = 0.15
 SHORT_S = 0.2
+HEARD_S = 2.0
+"""Enough for a call to be heard, on a slow machine too."""
 
 pytestmark = pytest.mark.parametrize("end", ["client", "server"])
 
@@ -43,22 +45,22 @@ async def code_of(call: object) -> grpc.StatusCode:
 
 async def test_with_no_rule_nothing_changes(end: str) -> None:
     async with struck(end) as (echo, caller, injector):
-        assert (await caller.one(word("a"), timeout=5)).value == "a!"
+        assert (await caller.one(word("a"), timeout=60)).value == "a!"
         assert await caller.counted("b") == ["b0", "b1", "b2"]
-        gathered = caller.gather(timeout=5)
+        gathered = caller.gather(timeout=60)
         await gathered.write(word("c"))
         await gathered.write(word("d"))
         await gathered.done_writing()
         assert (await gathered).value == "c+d"
         assert await caller.talked("e", "f") == ["e!", "f!"]
         assert echo.heard == ["a", "b", "c", "d", "e", "f"] and injector.strikes() == 0
-        call = caller.talk(timeout=5)
+        call = caller.talk(timeout=60)
         await call.write(word("g"))
         assert (await call.read()).value == "g!", "an answer comes while requests may follow"
         assert not call.done()
         echo.ended.clear()
         assert call.cancel()
-        await asyncio.wait_for(echo.ended.wait(), 5)
+        await asyncio.wait_for(echo.ended.wait(), LIMIT_S)
         assert call.cancelled() and await call.code() is grpc.StatusCode.CANCELLED
 
 
@@ -68,13 +70,13 @@ async def test_a_dropped_request_is_never_heard_and_ends_at_the_deadline(end: st
         code = await code_of(caller.one(word("a"), timeout=SHORT_S))
         assert code is grpc.StatusCode.DEADLINE_EXCEEDED
         assert time.monotonic() - asked >= SHORT_S - 0.02 and echo.heard == []
-        assert (await caller.one(word("b"), timeout=5)).value == "b!"
+        assert (await caller.one(word("b"), timeout=60)).value == "b!"
 
 
 async def test_a_dropped_answer_leaves_its_request_heard(end: str) -> None:
     rule = Rule(Kind.DROP, "One", RESPONSE)
     async with struck(end, rule) as (echo, caller, injector):
-        code = await code_of(caller.one(word("a"), timeout=SHORT_S))
+        code = await code_of(caller.one(word("a"), timeout=HEARD_S))
         assert code is grpc.StatusCode.DEADLINE_EXCEEDED
         assert echo.heard == ["a"] and injector.strikes(rule) == 1
 
@@ -105,7 +107,7 @@ async def test_a_delayed_message_holds_back_what_follows_it(end: str, direction:
         for answers in (
             lambda: caller.talked("a", "b"),
             lambda: caller.counted("a"),
-            lambda: caller.one(word("a"), timeout=5),
+            lambda: caller.one(word("a"), timeout=60),
         ):
             asked = time.monotonic()
             assert await answers()
@@ -118,7 +120,7 @@ async def test_a_delay_beyond_the_deadline_is_a_deadline_exceeded(
 ) -> None:
     rule = Rule(Kind.DELAY, "One", direction, delay_s=60)
     async with struck(end, rule) as (echo, caller, _):
-        code = await code_of(caller.one(word("a"), timeout=SHORT_S))
+        code = await code_of(caller.one(word("a"), timeout=HEARD_S))
         assert code is grpc.StatusCode.DEADLINE_EXCEEDED
         assert echo.heard == ([] if direction is Direction.REQUEST else ["a"])
 
@@ -134,12 +136,12 @@ async def test_a_cancel_ends_a_stream_whose_answer_is_held(end: str) -> None:
         await until(lambda: injector.strikes() == 1)
         call.cancel()
         with pytest.raises(asyncio.CancelledError):
-            await asyncio.wait_for(reading, 5)
+            await asyncio.wait_for(reading, LIMIT_S)
 
 
 async def test_a_duplicated_request_is_a_second_call_with_one_answer(end: str) -> None:
     async with struck(end, Rule(Kind.DUPLICATE)) as (echo, caller, _):
-        assert (await caller.one(word("a"), timeout=5)).value == "a!"
+        assert (await caller.one(word("a"), timeout=60)).value == "a!"
         await until(lambda: echo.heard == ["a", "a"])
 
 
@@ -165,7 +167,7 @@ async def test_a_duplicated_message_of_a_stream_comes_twice(end: str) -> None:
 
 async def test_half_closed_requests_end_early(end: str) -> None:
     async with struck(end, Rule(Kind.HALF_CLOSE, "Talk", messages={3})) as (echo, caller, _):
-        call = caller.talk(timeout=5)
+        call = caller.talk(timeout=60)
         for each in ("a", "b", "c", "d", "e"):
             if echo.ended.is_set():
                 break
@@ -182,7 +184,7 @@ async def test_half_closed_answers_end_early(end: str) -> None:
     async with struck(end, rule) as (echo, caller, _):
         assert await caller.counted("a") == ["a0"]
         assert await caller.talked("a", "b", "c") == ["a!"]
-        await asyncio.wait_for(echo.ended.wait(), 5)
+        await asyncio.wait_for(echo.ended.wait(), LIMIT_S)
 
 
 @pytest.mark.parametrize("direction", list(Direction))
@@ -192,7 +194,7 @@ async def test_a_corrupt_message_is_another_one(end: str, direction: Direction) 
 
     rule = Rule(Kind.CORRUPT, direction=direction, damage=shout)
     async with struck(end, rule) as (_, caller, _):
-        assert (await caller.one(word("a"), timeout=5)).value == "A!"
+        assert (await caller.one(word("a"), timeout=60)).value == "A!"
         assert await caller.talked("aa") == ["AA!"]
 
 
@@ -202,7 +204,7 @@ async def test_a_flipped_bit_changes_what_is_heard(end: str) -> None:
         said = [f"some words {n}" for n in range(20)]
         for each in said:
             try:
-                await caller.one(word(each), timeout=5)
+                await caller.one(word(each), timeout=60)
             except grpc.aio.AioRpcError:
                 assert end == "server", "what the client sends is still a message"
         assert injector.strikes(rule) == 20

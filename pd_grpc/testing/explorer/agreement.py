@@ -39,6 +39,7 @@ def disagreements(world: World, state: State) -> list[Violation]:
         *_decodes(facts),
         *_served(world, state, facts),
         *_clients(facts),
+        *_writers(world, state, facts),
     ]
     return found + [Violation(ROUND_TRIP, text) for text in texts]
 
@@ -123,16 +124,40 @@ def _clients(facts: dict[str, Any]) -> Iterator[str]:
             yield f"{name}: its client waits, and nobody works for it"
 
 
+def _writers(world: World, state: State, facts: dict[str, Any]) -> Iterator[str]:
+    """A D keeps blocks for a P that may write to them, that does not know of the end, or that has
+    no way to say so."""
+    prefills = {
+        (world.known_as(name), known[2]): (name, known)
+        for name, known in facts.items()
+        if name[0] == "p" and not world.hangs(state, world.names.index(name))
+    }
+    for i, server in enumerate(world.names):
+        looks = world.looks(state, i)
+        for key, name, epoch in frozenset() if looks is None else looks.awaited:
+            if (name, epoch) not in prefills or server not in facts:
+                continue
+            writer, (flying, owed, *_) = prefills[name, epoch]
+            if (server, key) not in owed and key not in {flown[0] for flown in flying}:
+                yield f"{server}: it keeps the blocks of {key} for {writer}, which writes no more"
+
+
 def _delayed(world: World, state: State) -> Iterator[str]:
     """A request whose instances no fault has touched is answered without a wait, unless another
-    has blocks of its D."""
+    has blocks of its D that is somebody else's than D's."""
     touched = state[-1]
-    for client, prefill, decode in world.routes:
-        looks, there = world.looks(state, client), world.looks(state, decode)
-        if touched & (1 << client | 1 << prefill | 1 << decode) or looks is None or there is None:
+    for route in world.routes:
+        looks, there = world.looks(state, route.client), world.looks(state, route.decode)
+        if touched & route.first or looks is None or there is None:
             continue
         key, result, *rest = looks.facts
-        alone = all(transfer[0] == key for transfer in there.facts[1])
-        if alone and result != "ok":
-            name = world.names[client]
+        others = [transfer for transfer in there.facts[1] if transfer[0] != key]
+        if all(map(_is_decodes, others)) and not there.quarantined and result != "ok":
+            name = world.names[route.client]
             yield f"{name}: no fault has touched its instances, and it is {[result, *rest]}"
+
+
+def _is_decodes(transfer: Any) -> bool:
+    """Whether D needs nobody to go on with a transfer."""
+    _, _, _, call, handed_off, local = transfer
+    return local or (handed_off and call is not None)

@@ -1,10 +1,11 @@
 """What a client is promised, checked once everything is over.
 
 A stream, first token or release between P and D that breaks once is sent again, and costs nobody an
-answer. Where routers try elsewhere, one fault never costs an answer while a pair is there that it
-has not touched, but where the status table says that no other try helps: the time is over, or the
-engine has raised. And an attempt fails by a fault of its own: what is late of an earlier one harms
-none that follows.
+answer. What goes wrong with one request, or with instances that another does not use, costs the
+other no answer. Where routers try elsewhere, one fault never costs an answer while a pair is there
+that it has not touched, but where the status table says that no other try helps: the time is over,
+or the engine has raised. And an attempt fails by a fault of its own: what is late of an earlier one
+harms none that follows.
 """
 
 from __future__ import annotations
@@ -21,6 +22,10 @@ if TYPE_CHECKING:
 ELSEWHERE = "one fault costs no answer"
 OWN_FAULT = "each attempt that fails has a fault of its own"
 
+UNHARMED = "no neighbour is harmed"
+
+_WAITED = (Reason.NO_BLOCKS.name, Reason.QUEUE_FULL.name, Reason.STAGE_DEADLINE.name)
+
 MENDED = "a call that breaks between P and D is made again"
 
 SILENT, RAISED, LASTING, GRAVE = 1 << 16, 1 << 17, 1 << 18, 1 << 19
@@ -36,8 +41,22 @@ def broken_promises(world: World, state: State, faults: int) -> list[Violation]:
     """What a client of a state in which everything is over was promised, and has not."""
     if world.scenario.polling or world.scenario.direct:
         return []
-    found = list(_broken(world, state, faults)) if world.scenario.recovery else []
+    if world.scenario.recovery:
+        found = list(_broken(world, state, faults))
+    else:
+        found = list(_harmed(world, state))
     return found + list(_unmended(world, state, faults))
+
+
+def _harmed(world: World, state: State) -> Iterator[Violation]:
+    """A request fails by a fault of its own instances alone. What it may suffer of others is that
+    it waits for blocks that they have."""
+    for route in world.routes:
+        looks = world.looks(state, route.client)
+        assert looks is not None
+        result = looks.facts[1]
+        if not state[-1] & route.all and result not in ("ok", *_WAITED):
+            yield Violation(UNHARMED, f"{world.names[route.client]}: {result}")
 
 
 def _unmended(world: World, state: State, faults: int) -> Iterator[Violation]:
@@ -55,7 +74,8 @@ def _broken(world: World, state: State, faults: int) -> Iterator[Violation]:
     touched, scenario = state[-1], world.scenario
     prefills = range(scenario.prefills)
     decodes = range(scenario.prefills, scenario.first_client)
-    pair_left = all(any(not touched >> i & 1 for i in role) for role in (prefills, decodes))
+    roles = [role for role in (prefills, decodes) if role]
+    pair_left = all(any(not touched >> i & 1 for i in role) for role in roles)
     for i in range(scenario.first_client, len(world.names)):
         looks = world.looks(state, i)
         assert looks is not None

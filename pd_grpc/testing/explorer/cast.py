@@ -6,7 +6,9 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import TypeAlias
 
+from pd_grpc.prefill.carriers import INLINE_ALONE
 from pd_grpc.protocol.refs import TransferKey
+from pd_grpc.testing.explorer.borrowing import CARRIERS
 from pd_grpc.testing.explorer.client_process import ClientProcess, Wish
 from pd_grpc.testing.explorer.decode_process import DecodeProcess
 from pd_grpc.testing.explorer.polling import PollingClient, PollingDecode, PollingPrefill
@@ -16,6 +18,9 @@ from pd_grpc.testing.explorer.recovering_client import RecoveringClient, watch_o
 from pd_grpc.testing.explorer.scenario import FIRST_EPOCH, Scenario
 from pd_grpc.testing.explorer.watching import Watching
 from pd_grpc.testing.explorer.wire import Interned
+
+YOUNGER = 50
+"""How much greater the epochs of an heir are."""
 
 Make: TypeAlias = Callable[[int], Process]
 """Makes the process of an epoch."""
@@ -69,15 +74,42 @@ def _first_watches(scenario: Scenario, name: str, ids: Interned, epoch: int) -> 
     return {call for call in watches_of(scenario, ids) if ids.calls[call].server == name}
 
 
+def _poisons(scenario: Scenario, name: str) -> set[str]:
+    return {client for engine, client in scenario.poisons if engine == name}
+
+
 def _prefill(scenario: Scenario, name: str, ids: Interned, epoch: int) -> Process:
-    process = PrefillProcess(name, epoch, ids, scenario.prefill_config(), scenario.fine)
+    carriers = CARRIERS if scenario.one_sided else INLINE_ALONE
+    # Its name is the first one's, and its processes are all younger than any of that.
+    heir = scenario.heir and name == scenario.names[1]
+    known_as = (scenario.names[0], epoch + YOUNGER) if heir else None
+    process = PrefillProcess(
+        name,
+        epoch,
+        ids,
+        scenario.prefill_config(),
+        scenario.fine,
+        carriers,
+        known_as,
+        scenario.cut(scenario.prefill_shards),
+    )
     process.watchers |= _first_watches(scenario, name, ids, epoch)
+    process.poisoned |= _poisons(scenario, name)
     return process
 
 
 def _decode(scenario: Scenario, name: str, ids: Interned, epoch: int) -> Process:
-    process = DecodeProcess(name, epoch, ids, scenario.decode_config(), scenario.fine)
+    process = DecodeProcess(
+        name,
+        epoch,
+        ids,
+        scenario.decode_config(),
+        scenario.fine,
+        scenario.one_sided,
+        scenario.cut(scenario.decode_shards),
+    )
     process.watchers |= _first_watches(scenario, name, ids, epoch)
+    process.poisoned |= _poisons(scenario, name)
     return process
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,10 +25,9 @@ from pd_grpc.router.machine import (
 )
 from pd_grpc.router.policies import Pairing, Target
 from pd_grpc.testing.explorer.kv import answer_to
-from pd_grpc.testing.explorer.prefill_process import prefill_request
 from pd_grpc.testing.explorer.process import Input, Looks, Process, server_of
 from pd_grpc.testing.explorer.wire import BROKEN, END, Interned, Message
-from pd_grpc.v1 import admin_pb2, inference_pb2, sampling_pb2, types_pb2
+from pd_grpc.v1 import admin_pb2, inference_pb2, prefill_pb2, sampling_pb2, types_pb2
 
 _VERDICTS = {
     types_pb2.TRANSFER_STATE_DECODING: TransferVerdict.OWNED,
@@ -295,6 +295,8 @@ class ClientProcess(Process):
             request.handoff.ref.attempt = self.key.attempt
             request.handoff.ref.decode_epoch = self._epoch_of(target.endpoint)
             request.handoff.decode_name = target.name
+        else:
+            request.request_id = str(self.key)
         name = f"{self.key}/{leg}"
         body = (request, self._left())
         self.legs[leg] = self._open("generate", server, name, "generate", body)
@@ -321,3 +323,21 @@ class ClientProcess(Process):
             self._wrong("no wrong token", f"{self.tokens} is all of {self.right}")
         if self.answers > 1:
             self._wrong("every client is answered once", f"{self.answers} answers")
+
+
+def prefill_request(
+    key: TransferKey,
+    prompt: tuple[int, ...],
+    decodes: list[tuple[str, str]],
+    generated: Sequence[int] = (),
+    sampling: sampling_pb2.SamplingParams | None = None,
+) -> prefill_pb2.PrefillRequest:
+    """What a router asks of P; `decodes` are names and endpoints, `generated` what the client has
+    already."""
+    return prefill_pb2.PrefillRequest(
+        ref=types_pb2.TransferRef(transfer_id=key.transfer_id, attempt=key.attempt),
+        token_ids=prompt,
+        generated_token_ids=generated,
+        decodes=[prefill_pb2.DecodeTarget(name=n, endpoint=e) for n, e in decodes],
+        sampling=sampling,
+    )

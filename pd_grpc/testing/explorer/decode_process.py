@@ -5,31 +5,31 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 
-from pd_grpc.blocks.pool import BlockState
 from pd_grpc.decode import actions as act
 from pd_grpc.decode import events as ev
-from pd_grpc.decode.deadlines import OfTransfer, TransferTimer
+from pd_grpc.decode.carrier import INLINE_CARRIER
+from pd_grpc.decode.deadlines import OfTransfer
 from pd_grpc.decode.machine import DecodeMachine, Model
 from pd_grpc.decode.sessions import Offer
 from pd_grpc.decode.states import TRANSITIONS, DecodeState
-from pd_grpc.engine.base import Sampled
 from pd_grpc.protocol.config import DecodeConfig
 from pd_grpc.protocol.faults import Fault, Reason
 from pd_grpc.protocol.messages import duration, seconds
 from pd_grpc.protocol.refs import TransferKey
+from pd_grpc.protocol.shards import Place
+from pd_grpc.testing.explorer.decode_rules import broken_rules
 from pd_grpc.testing.explorer.kv import (
     EOS,
-    LAYOUT,
     MAX_MODEL_LEN,
     TOKENIZER,
+    UNCUT,
     VOCAB,
-    Tag,
-    next_token,
-    number_of,
+    Cut,
 )
-from pd_grpc.testing.explorer.process import Input, Looks
-from pd_grpc.testing.explorer.receiving import ReceivingProcess
-from pd_grpc.testing.explorer.wire import CANCEL, CLOSE, Interned, Message
+from pd_grpc.testing.explorer.lending import CARRIERS, writable
+from pd_grpc.testing.explorer.process import FIRST_SHARD, Input, Looks
+from pd_grpc.testing.explorer.stepping import SteppingProcess
+from pd_grpc.testing.explorer.wire import CANCEL, CLOSE, LEND, Interned, Message
 from pd_grpc.v1 import admin_pb2, decode_pb2, inference_pb2, layout_pb2, types_pb2
 
 _OF_PREFILL = frozenset({Reason.PREFILL_LOST, Reason.LEASE_EXPIRED})
@@ -42,34 +42,39 @@ _GRANTED = frozenset(
         DecodeState.PREEMPTED,
     }
 )
-_OURS = (DecodeState.DECODING, DecodeState.PREEMPTED)
 
 
-class DecodeProcess(ReceivingProcess):
+class DecodeProcess(SteppingProcess):
     """One D."""
 
     def __init__(
-        self, name: str, epoch: int, ids: Interned, config: DecodeConfig, fine: bool
+        self,
+        name: str,
+        epoch: int,
+        ids: Interned,
+        config: DecodeConfig,
+        fine: bool,
+        lends: bool = False,
+        cut: Cut = UNCUT,
     ) -> None:
-        super().__init__(name, epoch, ids, config, fine)
+        super().__init__(name, epoch, ids, config, fine, lends, cut)
         self.minted: Counter[str] = Counter()
         self.subject = ""
         instance = types_pb2.Instance(name=name, epoch=epoch, role=types_pb2.ROLE_DECODE)
         offer = Offer(
             instance=instance,
-            layout=LAYOUT,
-            shards=[layout_pb2.Shard(endpoint=f"{name}:2", tp_size=1)],
+            layout=cut.layout,
+            shards=[_shard(name, i, place) for i, place in enumerate(cut.places)],
             features=frozenset(),
             max_model_len=MAX_MODEL_LEN,
             timeouts=config,
+            carriers=CARRIERS if lends else (INLINE_CARRIER,),
         )
         model = Model(VOCAB, frozenset({EOS}), TOKENIZER, frozenset())
         self.machine = DecodeMachine(config, self.pool, offer, model, self._mint)
         self.unary: set[int] = set()
         self.clients: set[int] = set()
         self.sessions: set[int] = set()
-        self.plan: act.StepPlan | None = None
-        self.keys: dict[str, TransferKey] = {}
         self.handed_off: frozenset[TransferKey] = frozenset()
 
     def _mint(self, prefix: str) -> str:
@@ -82,17 +87,19 @@ class DecodeProcess(ReceivingProcess):
 
     def looks(self) -> Looks:
         """See `Process.looks`."""
-        ledger = self.machine.ledger
+        ledger, lending = self.machine.ledger, self.lending
         steps = []
-        wake, bulk_wake = self.machine.next_wake(), self.receiver.next_wake()
+        wake = self.machine.next_wake()
+        bulk_wakes = [receiver.next_wake() for receiver in self.receivers]
         if wake is not None and wake <= self.now:
             steps.append("tick")
-        if bulk_wake is not None and bulk_wake <= self.now:
+        if any(at is not None and at <= self.now for at in bulk_wakes):
             steps.append("expire")
         if self.plan is not None:
             steps.append("step")
         steps += self._posted() + ["goodbye"] * self.drained
-        settled = not (steps or ledger.transfers or len(ledger.quarantine) or self.streams)
+        quarantined = len(ledger.quarantine) > 0 and not self._kept_for_good()
+        settled = not (steps or ledger.transfers or quarantined or self.streams)
         facts = tuple(
             (
                 t.key,
@@ -106,8 +113,18 @@ class DecodeProcess(ReceivingProcess):
         )
         calls = frozenset(self.clients | self.unary)
         known = (self.epoch, facts, calls)
-        wake_s = self._wake_s(wake, bulk_wake)
-        return Looks(tuple(steps), wake_s, settled, known, self.kept is None)
+        wake_s = self._wake_s(wake, *bulk_wakes)
+        return Looks(
+            tuple(steps),
+            wake_s,
+            settled,
+            known,
+            self.kept is None,
+            writable=self.writable() if self.lends else frozenset(),
+            quarantined=len(ledger.quarantine) > 0,
+            rows=self._rows(),
+            awaited=frozenset() if lending is None else lending.awaited(ledger.quarantine),
+        )
 
     def _serves(self) -> bool:
         return self.machine.ledger.closed() is None
@@ -116,7 +133,7 @@ class DecodeProcess(ReceivingProcess):
         """See `Process.left_over`."""
         ledger = self.machine.ledger
         found = [f"{t.key} is {t.state.name}" for t in ledger.transfers.values()]
-        if self.pool.free != self.pool.total:
+        if self.pool.free != self.pool.total - self._kept_for_good():
             found.append(f"blocks {self.pool.holdings()}")
         if ledger.calls or self.clients or self.unary:
             found.append(f"calls {ledger.calls}, {self.clients}, {self.unary}")
@@ -124,6 +141,8 @@ class DecodeProcess(ReceivingProcess):
             found.append("a reservation or a lease")
         if any(isinstance(key, OfTransfer) for key in ledger.timers._at):
             found.append("a transfer's timer")
+        if any(receiver._grants for receiver in self.receivers):
+            found.append("a grant is open on a shard")
         if ledger.scheduler.has_work:
             found.append("work for the engine")
         return [f"{self.name}: {each}" for each in found]
@@ -137,24 +156,26 @@ class DecodeProcess(ReceivingProcess):
         if kind == "up":
             call = happens[1]
             self._heard(call, self._ids.calls[call].kind, self._ids.messages[happens[2]])
+        elif kind == "write":
+            self._written_to(self._ids.messages[happens[1]].body)
         elif kind == "tick":
             self.subject = "tick"
             self._perform(self.machine.tick(self.now))
         elif kind == "expire":
-            self._receive(self.receiver.tick(self.now))
-        elif kind == "step":
+            self._expire()
+        elif kind in ("step", "spoil"):
+            self._step(*happens[1:])
+        elif kind == "poison":
+            self.poisoned.add(happens[1])
             self._step()
         elif kind == "drain":
             self.kept = frozenset(t.key for t in self.machine.ledger.transfers.values())
             self._feed(ev.DrainRequested(self.config.drain_s))
         elif kind == "goodbye":
-            self.drained = False
+            self.drained, self.left = False, True
             self._feed(ev.Leaving())
         elif kind == "fail":
-            plan, self.plan = self.plan, None
-            assert plan is not None
-            raised = Fault(Reason.ENGINE_ERROR, "the engine raised")
-            self._feed(ev.StepFailed(plan.step, raised))
+            self._raise()
         else:
             self._take_posted(kind)
 
@@ -163,6 +184,8 @@ class DecodeProcess(ReceivingProcess):
             self._session(call, message)
         elif kind == "transfer":
             self._transfer(call, message)
+        elif kind == LEND:
+            self._lend(call, message)
         elif kind == "generate":
             self._generate(call, message)
         elif message.kind == CANCEL:
@@ -215,7 +238,10 @@ class DecodeProcess(ReceivingProcess):
             return
         request, budget_s = message.body
         self.clients.add(call)
-        self._about(request.handoff.ref)
+        if request.HasField("handoff"):
+            self._about(request.handoff.ref)
+        else:
+            self.subject = request.request_id
         left_s = max(0.0, budget_s - self.config.hop_margin_s)
         self._feed(ev.GenerateCalled(call, request, left_s))
 
@@ -272,9 +298,7 @@ class DecodeProcess(ReceivingProcess):
                         self._down(call, "tokens", last)
                         self._end_client(call, None)
                 case act.RunStep(plan):
-                    assert self.plan is None, "two steps at once"
-                    self.plan = plan
-                    self._check_plan(plan)
+                    self._take_plan(plan)
                 case act.Changed():
                     self._note(action)
                 case act.SetReady():
@@ -283,9 +307,9 @@ class DecodeProcess(ReceivingProcess):
                     self.drained = True
                 case act.AdmitSession() | act.DismissPrefill():
                     # The shard's loop has heard it before P can have read the welcome.
-                    self._bulk(action)
+                    self._all_shards(action)
                 case _:
-                    self.to_bulk.append(action)
+                    self._post_to_shards(action)
 
     def _settle(self, call: int, message: act.UnaryAnswer) -> None:
         if call in self.unary:
@@ -319,38 +343,6 @@ class DecodeProcess(ReceivingProcess):
                 "terminal states absorb", f"{change.key} went from {before.name} to {after.name}"
             )
 
-    # --- the engine ------------------------------------------------------------------------------
-
-    def _check_plan(self, plan: act.StepPlan) -> None:
-        for grant_id in plan.decode_grants:
-            transfer = self.machine.ledger.transfers[grant_id]
-            self.keys[grant_id] = transfer.key
-            if transfer.client is None:
-                self._wrong("D never decodes without a client", str(transfer.key))
-        for grant_id in plan.prefill_grants:
-            self.keys[grant_id] = self.machine.ledger.transfers[grant_id].key
-
-    def _step(self) -> None:
-        plan, self.plan = self.plan, None
-        assert plan is not None
-        prefilled: list[Sampled | None] = []
-        for grant_id, chunk in zip(plan.prefill_grants, plan.prefill, strict=True):
-            key = self.keys[grant_id]
-            for i, token in enumerate(chunk.token_ids):
-                tag = Tag(number_of(key), key.attempt, chunk.start + i, token)
-                self._store(chunk.block_table, tag)
-            stored = self.memory.tokens(chunk.block_table, chunk.start + len(chunk.token_ids), key)
-            prefilled.append(None if chunk.sample is None else Sampled(next_token(stored)))
-        decoded = []
-        for grant_id, slot in zip(plan.decode_grants, plan.decode, strict=True):
-            key = self.keys[grant_id]
-            tag = Tag(number_of(key), key.attempt, slot.position, slot.token_id)
-            self._store(slot.block_table, tag)
-            stored = self.memory.tokens(slot.block_table, slot.position + 1, key)
-            decoded.append(Sampled(next_token(stored)))
-        self.keys.clear()
-        self._feed(ev.StepDone(plan.step, prefilled, decoded))
-
     # --- what must hold --------------------------------------------------------------------------
 
     def _check(self) -> None:
@@ -358,43 +350,21 @@ class DecodeProcess(ReceivingProcess):
         self.machine.ledger.cache.check()
         ledger = self.machine.ledger
         self._check_drain(t.key for t in ledger.transfers.values())
-        for transfer in ledger.transfers.values():
-            grant = transfer.grant_id
-            if transfer.state.terminal:
-                self._wrong("terminal states absorb", f"{transfer.key} has ended and is kept")
-            ends = (TransferTimer.BUDGET, TransferTimer.ATTACH, TransferTimer.FIRST_TOKEN)
-            timed = any(ledger.timers.at(OfTransfer(grant, timer)) is not None for timer in ends)
-            if not timed and grant not in ledger.leases:
-                self._wrong("no state without a timer", f"{transfer.key} {transfer.state.name}")
-            if transfer.state in _OURS and transfer.client is None:
-                self._wrong("D never decodes without a client", str(transfer.key))
-            if transfer.state in _OURS and not (transfer.kv_complete or transfer.local):
-                self._wrong("no token from unverified KV", str(transfer.key))
-            leased = transfer.state in (DecodeState.RESERVED, DecodeState.RECEIVING)
-            if leased and not transfer.local and grant not in ledger.leases:
-                self._wrong("no state without a timer", f"{transfer.key} has no lease")
-        live_ones = ledger.transfers.values()
-        self.handed_off = frozenset(t.key for t in live_ones if t.handed_off)
-        live = Counter(t.state for t in ledger.transfers.values())
-        if {s: n for s, n in ledger.counts.items() if n and not s.terminal} != live:
-            self._wrong("conservation", f"transfers are counted as {ledger.counts}")
-        known = {id(t.holding) for t in ledger.transfers.values() if t.holding is not None}
-        kept = {id(holding) for holding in ledger.quarantine.holdings()}
-        if {id(holding) for holding in self.pool.holdings()} != known | kept:
-            self._wrong("conservation", f"nobody has {self.pool.holdings()}")
-        if any(self.pool.state_of(b) is BlockState.QUARANTINED for b in self.pool.kept()):
-            self._wrong("what may be found is not written to", f"{self.pool.holdings()}")
-        for grant, g in self.receiver._grants.items():
-            if not self._may_write(grant, {b for at, n in g.wanted for b in g.blocks[at : at + n]}):
-                self._wrong("no block is free while it may be written to", grant)
+        for invariant, text in broken_rules(ledger, self.receivers):
+            self._wrong(invariant, text)
+        self._check_turns()
+        self.handed_off = frozenset(t.key for t in ledger.transfers.values() if t.handed_off)
 
-    def _may_write(self, grant: str, blocks: set[int]) -> bool:
-        """Whether the blocks that a shard would write to are still those of its grant."""
-        ledger = self.machine.ledger
-        transfer = ledger.transfers.get(grant)
-        if transfer is not None:
-            if transfer.kv_complete or transfer.holding is None:
-                return True  # What is verified is never written again.
-            return blocks <= set(transfer.holding.blocks[transfer.kept_blocks :])
-        kept = ledger.quarantine.holding(grant)
-        return blocks <= set(kept.blocks) if kept else not self.receiver._grants[grant].missing
+    def writable(self) -> frozenset[tuple[str, int]] | None:
+        """See `ReceivingProcess.writable`."""
+        return None if self.left else writable(self.machine.ledger)
+
+    def _kept_for_good(self) -> int:
+        lending = self.lending
+        return 0 if lending is None else lending.kept_for_good(self.machine.ledger.quarantine)
+
+
+def _shard(name: str, shard: int, place: Place) -> layout_pb2.Shard:
+    told = place.to_proto()
+    told.endpoint = f"{name}:{FIRST_SHARD + shard}"
+    return told

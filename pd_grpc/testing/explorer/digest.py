@@ -31,7 +31,9 @@ from pd_grpc.protocol.faults import Fault, TransportFault
 from pd_grpc.protocol.layout import KvLayout
 from pd_grpc.protocol.serving_times import ServingTimesByPeer
 from pd_grpc.protocol.timers import Timers
-from pd_grpc.protocol.tombstones import Tombstones
+from pd_grpc.protocol.tombstones import Remembered, Tombstones
+from pd_grpc.router.machine import RoutedRequest
+from pd_grpc.router.recovery import RecoveringRequest
 from pd_grpc.testing.explorer.kv import TagMemory
 from pd_grpc.testing.explorer.wire import Interned
 
@@ -54,8 +56,12 @@ _FOR_PEOPLE = frozenset(
         "granted_at",
     }
 )
+_SET_ANEW = frozenset({"now"})
+"""The ledger's time is that of the event that it takes in."""
 _COUNTERS = frozenset({"_sequence", "_steps", "_step", "_arrivals", "_numbers", "step"})
 """They grow, and only whether two of them are equal matters, which a walk over one state shows."""
+
+_LEFT_OUT = _FOR_PEOPLE | _SET_ANEW | _COUNTERS
 
 # The times of those that were served count from the twentieth on, which no search comes to.
 _CONSTANT = (
@@ -73,15 +79,17 @@ _CODE = (types.FunctionType, types.MethodType, types.BuiltinFunctionType, type)
 _BLOCKS = frozenset({"block_table", "blocks", "_blocks"})
 
 
-def digest_of(root: Any, now: float) -> bytes:
-    """16 bytes that are the same for states of a process in which the same can happen."""
-    walk = _Walk(now)
+def digest_of(root: Any, now: float, as_numbered: bool = False) -> bytes:
+    """16 bytes that are the same for states of a process in which the same can happen. Blocks that
+    others know by their numbers are told apart by these."""
+    walk = _Walk(now, as_numbered)
     walk.visit(root)
     return blake2b("".join(walk.parts).encode(), digest_size=16).digest()
 
 
 class _Walk:
-    def __init__(self, now: float) -> None:
+    def __init__(self, now: float, as_numbered: bool) -> None:
+        self._as_numbered = as_numbered
         self.parts: list[str] = []
         self._now = now
         self._seen: dict[int, int] = {}
@@ -149,8 +157,18 @@ class _Walk:
         self.parts = outer
         self.parts.append("T" + "".join(sorted(found)) + ";")
 
+    def remembered(self, value: Remembered[Any, Any]) -> None:
+        """What is too old is forgotten before anybody asks."""
+        for key, (at, record) in value._records.items():
+            if at + value._life_s > self._now:
+                self.visit(key)
+                self.number(at)
+                self.visit(record)
+
     def tombstones(self, value: Tombstones[Any]) -> None:
         for key, (at, record) in value._records.items():
+            if at + value._life_s <= self._now:
+                continue
             self.visit(key)
             self.number(at)
             if isinstance(record, Ended):
@@ -183,7 +201,17 @@ class _Walk:
             self.parts.append(value.cells[block].hex() + ",")
 
     def block(self, block: int) -> None:
+        if self._as_numbered:
+            self.parts.append(f"b{block},")
+            return
         self.parts.append(f"b{self._blocks.setdefault(block, len(self._blocks))},")
+
+    def request(self, value: RoutedRequest | RecoveringRequest) -> None:
+        """Once it has ended nothing of it matters."""
+        if value.ended:
+            self.parts.append("over;")
+        else:
+            self.fields(value)
 
     def fields(self, value: Any) -> None:
         number = self._seen.get(id(value))
@@ -210,7 +238,7 @@ def _names_of(value: Any) -> list[str]:
         slots = [name for each in type(value).__mro__ for name in getattr(each, "__slots__", ())]
         names = _SLOTS[type(value)] = [name for name in slots if not name.startswith("__")]
     held = [*names, *getattr(value, "__dict__", ())]
-    return [name for name in held if name not in _FOR_PEOPLE and name not in _COUNTERS]
+    return [name for name in held if name not in _LEFT_OUT]
 
 
 _SLOTS: dict[type, list[str]] = {}
@@ -227,6 +255,9 @@ _VISITORS: dict[type, Callable[[_Walk, Any], None]] = {
     TransportFault: _Walk.transport_fault,
     Timers: _Walk.timers,
     Tombstones: _Walk.tombstones,
+    Remembered: _Walk.remembered,
+    RoutedRequest: _Walk.request,
+    RecoveringRequest: _Walk.request,
     BlockPool: _Walk.pool,
     PrefixCache: _Walk.cache,
     Holding: _Walk.holding,

@@ -9,7 +9,7 @@ from typing import Any
 
 from pd_grpc.blocks.pool import BlockPool
 from pd_grpc.protocol.refs import TransferKey
-from pd_grpc.testing.explorer.kv import BLOCK, Tag, TagMemory
+from pd_grpc.testing.explorer.kv import BLOCK, UNCUT, Cut, Tag, TagMemory, client_of
 from pd_grpc.testing.explorer.process import Process
 from pd_grpc.testing.explorer.wire import ANSWER, CANCEL, Interned, Message
 
@@ -26,11 +26,14 @@ class EngineProcess(Process):
         num_blocks: int,
         fine: bool,
         shared: bool = False,
+        lent: bool = False,
+        cut: Cut = UNCUT,
     ) -> None:
         super().__init__(name, epoch, ids)
+        self.cut = cut
         self.fine = fine
         self.pool = BlockPool(num_blocks)
-        self.memory = TagMemory(num_blocks, shared)
+        self.memory = TagMemory(num_blocks, shared, lent, cut.heads)
         self.to_bulk: deque[Any] = deque()
         self.news: deque[Any] = deque()
         self.kept: frozenset[TransferKey] | None = None
@@ -40,6 +43,12 @@ class EngineProcess(Process):
         self.watchers: set[int] = set()
         """The health watches of routers."""
         self._said_to_serve = True
+        self.poisoned: set[str] = set()
+        """Clients in whose company the engine raises."""
+
+    def _raises_over(self, rows: Iterable[TransferKey]) -> bool:
+        """Whether the engine raises in a step with these."""
+        return any(client_of(key) in self.poisoned for key in rows)
 
     def _store(self, table: Sequence[int], tag: Tag) -> None:
         """The engine writes the KV of one token."""

@@ -69,7 +69,7 @@ class Locals:
 
     def _number(self, process: Process, local: Local) -> int:
         if self.merges:
-            name = (process.name, digest_of(process, process.now))
+            name = (process.name, digest_of(process, process.now, process.lends))
             number = self._numbers.get(name)
             if number is not None:
                 return number

@@ -2,53 +2,57 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
-from pd_grpc.engine.base import Sampled
 from pd_grpc.prefill import actions as act
 from pd_grpc.prefill import events as ev
+from pd_grpc.prefill.carriers import INLINE_ALONE, Carriers
 from pd_grpc.prefill.machine import PrefillMachine
 from pd_grpc.prefill.requests import Timer
 from pd_grpc.prefill.sessions import Phase
 from pd_grpc.prefill.states import TRANSITIONS, PrefillState
 from pd_grpc.protocol.config import PrefillConfig
 from pd_grpc.protocol.faults import Code, TransportFault
-from pd_grpc.protocol.refs import TransferKey
-from pd_grpc.testing.explorer.kv import (
-    TOKENIZER,
-    Tag,
-    limits,
-    next_token,
-    number_of,
-)
+from pd_grpc.testing.explorer.borrowing import SHM, Handshake, Reached, Reaching, welcome_of
+from pd_grpc.testing.explorer.computing import ComputingProcess
+from pd_grpc.testing.explorer.kv import TOKENIZER, UNCUT, Cut, limits
 from pd_grpc.testing.explorer.process import Input, Looks, server_of
-from pd_grpc.testing.explorer.sending import SendingProcess
 from pd_grpc.testing.explorer.wire import BROKEN, CANCEL, END, Interned, Message
-from pd_grpc.v1 import decode_pb2, prefill_pb2, sampling_pb2, types_pb2
+from pd_grpc.v1 import decode_pb2, types_pb2
 
 _LATE = TransportFault(Code.DEADLINE_EXCEEDED, "the call's time is over")
 _SILENT = TransportFault(Code.DEADLINE_EXCEEDED, "the shard acknowledged nothing")
 _EARLY = (PrefillState.QUEUED, PrefillState.ALLOCATING, PrefillState.PREPARED)
 
 
-class PrefillProcess(SendingProcess):
+class PrefillProcess(ComputingProcess):
     """One P."""
 
     def __init__(
-        self, name: str, epoch: int, ids: Interned, config: PrefillConfig, fine: bool
+        self,
+        name: str,
+        epoch: int,
+        ids: Interned,
+        config: PrefillConfig,
+        fine: bool,
+        carriers: Carriers = INLINE_ALONE,
+        known_as: tuple[str, int] | None = None,
+        cut: Cut = UNCUT,
     ) -> None:
-        super().__init__(name, epoch, ids, config, fine)
+        """`known_as` are its name and epoch, where they are not those that the world knows."""
+        super().__init__(name, epoch, ids, config, fine, known_as or (name, epoch), cut)
+        name, epoch = self.known_as
         instance = types_pb2.Instance(name=name, epoch=epoch, role=types_pb2.ROLE_PREFILL)
         self.machine = PrefillMachine(
-            config, instance, limits(config.num_blocks), self.pool, TOKENIZER
+            config, instance, limits(config.num_blocks, cut), self.pool, TOKENIZER, carriers
         )
+        self.reaching: dict[int, Reaching] = {}
+        """Sessions whose welcome the machine has yet to hear, for D's memory is not here."""
         self.calls: set[int] = set()
         self.sessions: dict[int, tuple[str, int]] = {}
         self.allocates: dict[int, tuple[act.SendAllocate, float]] = {}
         self.first_tokens: dict[int, tuple[act.SendFirstToken, float]] = {}
         self.releases: dict[int, tuple[act.SendRelease, float]] = {}
-        self.run: act.RunStep | None = None
 
     # --- what others see -------------------------------------------------------------------------
 
@@ -62,11 +66,15 @@ class PrefillProcess(SendingProcess):
             steps.append("expire")
         if self.run is not None:
             steps.append("step")
+        if self.write is not None:
+            steps.append("land")
         steps += self._posted() + ["goodbye"] * self._may_leave()
         idle = not (steps or requests.in_flight or requests._lingering or self.sendings)
         settled = idle and not len(machine.placement.releases)
         wake_s = self._wake_s(machine.next_wake(), *self._deadlines())
-        return Looks(tuple(steps), wake_s, settled, self._facts(), self.kept is None)
+        facts, writes = self._facts(), self.writes()
+        may_drain, rows = self.kept is None, self._rows()
+        return Looks(tuple(steps), wake_s, settled, facts, may_drain, writes=writes, rows=rows)
 
     def left_over(self) -> list[str]:
         """See `Process.left_over`."""
@@ -106,7 +114,7 @@ class PrefillProcess(SendingProcess):
         owed = frozenset(
             (server_of(o.endpoint), o.key) for o in self.machine.placement.releases._owed
         )
-        return tuple(flying), owed, self.epoch, frozenset(self.calls)
+        return tuple(flying), owed, self.known_as[1], frozenset(self.calls)
 
     def _may_leave(self) -> bool:
         """Whether it has drained, and no step or call is under way."""
@@ -119,6 +127,9 @@ class PrefillProcess(SendingProcess):
     def _deadlines(self) -> list[float]:
         calls = (self.allocates, self.first_tokens, self.releases)
         known = [at for group in calls for _, at in group.values()]
+        known += [reaching.until for reaching in self.reaching.values()]
+        if self.write is not None:
+            return known  # The bulk loop is busy.
         stalls = [sending.sender.deadline() for sending in self.sendings.values()]
         return known + [at for at in stalls if at is not None]
 
@@ -136,8 +147,13 @@ class PrefillProcess(SendingProcess):
             self._perform(self.machine.tick(self.now))
         elif kind == "expire":
             self._expire()
-        elif kind == "step":
+        elif kind in ("step", "spoil"):
+            self._step(*happens[1:])
+        elif kind == "poison":
+            self.poisoned.add(happens[1])
             self._step()
+        elif kind == "land":
+            self._land()
         elif kind == "drain":
             self.kept = frozenset(self.machine.requests.in_flight)
             self._feed(ev.DrainRequested(self.config.drain_s))
@@ -145,9 +161,7 @@ class PrefillProcess(SendingProcess):
             self.drained = False
             self._perform(self.machine.leave(self.now))
         elif kind == "fail":
-            run, self.run = self.run, None
-            assert run is not None
-            self._feed(ev.StepFailed(run.step, "the engine raised"))
+            self._raise()
         else:
             self._take_posted(kind)
 
@@ -164,12 +178,7 @@ class PrefillProcess(SendingProcess):
     def _answered(self, call: int, message: Message) -> None:
         fault = message.body if message.kind in (END, BROKEN) else None
         if call in self.sessions:
-            endpoint, link = self.sessions[call]
-            if message.kind in (END, BROKEN):
-                del self.sessions[call]
-                self._feed(ev.SessionBroken(endpoint, link, fault))
-            else:
-                self._feed(ev.SessionMessage(endpoint, link, message.body))
+            self._said(call, message)
         elif call in self.allocates:
             asked, _ = self.allocates.pop(call)
             response = None if fault is not None else message.body
@@ -183,6 +192,41 @@ class PrefillProcess(SendingProcess):
             self._feed(ev.ReleaseAnswered(release, fault))
         else:
             self._stream(call, message)
+
+    def _said(self, call: int, message: Message) -> None:
+        """A D says something on a session; nothing of it is heard before its welcome is."""
+        endpoint, link = self.sessions[call]
+        if call in self.reaching:
+            self.reaching[call].held.append(message)
+        elif message.kind in (END, BROKEN):
+            del self.sessions[call]
+            self._feed(ev.SessionBroken(endpoint, link, message.body))
+        elif (welcome := welcome_of(message)) is not None:
+            until = self.now + self.config.connect_s / 2
+            self.reaching[call] = Reaching(message, until)
+            server = self._ids.calls[call].server
+            self.to_bulk.append(Handshake(call, server, welcome.instance.epoch))
+        else:
+            self._feed(ev.SessionMessage(endpoint, link, message.body))
+
+    def _waits(self, session: int) -> bool:
+        return session in self.reaching
+
+    def _reached(self, session: int, got_there: bool) -> None:
+        reaching = self.reaching.pop(session, None)
+        if reaching is None:
+            return
+        endpoint, link = self.sessions[session]
+        if not got_there:
+            self._give_up(session)
+            self._cancel(session)
+            del self.sessions[session]
+            self._feed(ev.TransportFailed(endpoint, link, SHM, "no shared memory"))
+            return
+        self._feed(ev.SessionMessage(endpoint, link, reaching.welcome.body))
+        for message in reaching.held:
+            if session in self.sessions:
+                self._said(session, message)
 
     def _expire(self) -> None:
         for call, (asked, at) in list(self.allocates.items()):
@@ -200,32 +244,22 @@ class PrefillProcess(SendingProcess):
                 del self.releases[call]
                 self._cancel(call)
                 self._feed(ev.ReleaseAnswered(release, _LATE))
+        for session, reaching in list(self.reaching.items()):
+            if reaching.until <= self.now:
+                self._reached(session, False)
         for (key, shard), sending in self.sendings.items():
-            until = sending.sender.deadline()
+            until = sending.sender.deadline() if self.write is None else None
             if until is not None and until <= self.now:
                 if sending.call is not None:
                     self._cancel(sending.call)
                 self._stream_broken(key, shard, sending, _SILENT)
 
-    def _step(self) -> None:
-        run, self.run = self.run, None
-        assert run is not None
-        results: list[Sampled | None] = []
-        computed = []
-        for key, chunk in zip(run.keys, run.chunks, strict=True):
-            for i, token in enumerate(chunk.token_ids):
-                tag = Tag(number_of(key), key.attempt, chunk.start + i, token)
-                self._store(chunk.block_table, tag)
-            end = chunk.start + len(chunk.token_ids)
-            computed.append((key, end))
-            stored = self.memory.tokens(chunk.block_table, end, key)
-            results.append(None if chunk.sample is None else Sampled(next_token(stored)))
-        self.to_bulk.append(tuple(computed))
-        self._feed(ev.StepDone(run.step, results))
-
     # --- what it does ----------------------------------------------------------------------------
 
-    def _feed(self, event: ev.Event) -> None:
+    def _feed(self, event: ev.Event | Reached) -> None:
+        if isinstance(event, Reached):
+            self._reached(*event)
+            return
         self._perform(self.machine.handle(event, self.now))
 
     def _perform(self, actions: list[act.Action]) -> None:
@@ -238,11 +272,10 @@ class PrefillProcess(SendingProcess):
                     self.calls.remove(action.call)
                     self._end(action.call, getattr(action, "fault", None))
                     self.news.append(ev.PrefillCallEnded(action.call))
-            elif isinstance(action, act.OpenTransfer | act.CloseTransfer):
+            elif isinstance(action, act.OpenTransfer | act.CloseTransfer | act.ForgetDecode):
                 self.to_bulk.append(action)
             elif isinstance(action, act.RunStep):
-                assert self.run is None, "two steps at once"
-                self.run = action
+                self._take_run(action)
             elif isinstance(action, act.Drained):
                 self.drained = True
             elif isinstance(action, act.Changed):
@@ -261,6 +294,8 @@ class PrefillProcess(SendingProcess):
         elif isinstance(action, act.CloseSession):
             for call in self._session(action.endpoint, action.link):
                 del self.sessions[call]
+                if self.reaching.pop(call, None) is not None:
+                    self._give_up(call)
                 (self._close if action.graceful else self._cancel)(call)
         elif isinstance(action, act.SendAllocate):
             body = (action.request, round(action.timeout_s, 6))
@@ -329,21 +364,3 @@ class PrefillProcess(SendingProcess):
         held |= {id(record.holding) for record in requests._lingering.values()}
         if any(id(holding) not in held for holding in self.pool.holdings()):
             self._wrong("conservation", f"nobody has {self.pool.holdings()}")
-
-
-def prefill_request(
-    key: TransferKey,
-    prompt: tuple[int, ...],
-    decodes: list[tuple[str, str]],
-    generated: Sequence[int] = (),
-    sampling: sampling_pb2.SamplingParams | None = None,
-) -> prefill_pb2.PrefillRequest:
-    """What a router asks of P; `decodes` are names and endpoints, `generated` what the client has
-    already."""
-    return prefill_pb2.PrefillRequest(
-        ref=types_pb2.TransferRef(transfer_id=key.transfer_id, attempt=key.attempt),
-        token_ids=prompt,
-        generated_token_ids=generated,
-        decodes=[prefill_pb2.DecodeTarget(name=n, endpoint=e) for n, e in decodes],
-        sampling=sampling,
-    )

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeAlias
 
 from pd_grpc.protocol.faults import Fault, TransportFault
+from pd_grpc.protocol.refs import TransferKey
 from pd_grpc.testing.explorer.digest import EPOCH_OF_TIME
 from pd_grpc.testing.explorer.kv import WrongKv
 from pd_grpc.testing.explorer.wire import (
@@ -24,6 +25,7 @@ from pd_grpc.testing.explorer.wire import (
     POST,
     UP,
     WATCH,
+    WRITE,
     Interned,
     Op,
     as_sent,
@@ -68,6 +70,16 @@ class Looks:
     facts: Any
     may_drain: bool = False
     """Whether it can be told to take nothing new."""
+    writes: frozenset[tuple[str, int, str, int]] = frozenset()
+    """Of a P, what it may yet write into the memory of Ds: name, epoch, grant and block."""
+    writable: frozenset[tuple[str, int]] | None = frozenset()
+    """Of a D, its blocks that a P may write to, each with the grant in whose name; None for all."""
+    quarantined: bool = False
+    """Whether a D has blocks that it can give to nobody."""
+    rows: tuple[tuple[str, bool], ...] = ()
+    """Whose rows are in the step that an engine takes, and whether a token is chosen for each."""
+    awaited: frozenset[tuple[TransferKey, str, int]] = frozenset()
+    """The transfers for whose writers a D waits, each with the writer's name and epoch."""
 
 
 class Process(ABC):
@@ -75,6 +87,9 @@ class Process(ABC):
 
     fine = True
     """Whether its control loop and its bulk side are two, between which other things may happen."""
+
+    lends = False
+    """Whether others know its blocks by their numbers."""
 
     def __init__(self, name: str, epoch: int, ids: Interned) -> None:
         self.name = name
@@ -160,6 +175,10 @@ class Process(ABC):
     def _end(self, call: int, fault: Fault | None) -> None:
         self._ops.append(Op(END, call, self._ids.message(END, as_sent(fault))))
 
+    def _write(self, call: int, body: Any) -> None:
+        """Write into memory that was lent by a call."""
+        self._ops.append(Op(WRITE, call, self._ids.message("write", body)))
+
     def _cancel(self, call: int) -> None:
         self._ops.append(Op(CANCEL, call))
 
@@ -174,6 +193,21 @@ class Process(ABC):
         return max(_MICROSECOND, round(left_s, 6)) if left_s > 0 else 0.0
 
 
+FIRST_SHARD = 2
+"""The port of a D's first shard; the others have those after it."""
+
+
 def server_of(endpoint: str) -> str:
     """The process behind an endpoint."""
     return endpoint.partition(":")[0]
+
+
+def shard_name(endpoint: str) -> str:
+    """What tells the calls of a shard from those of the first, for which it is empty."""
+    shard = int(endpoint.partition(":")[2]) - FIRST_SHARD
+    return f"@{shard}" * bool(shard)
+
+
+def shard_of(call: str) -> int:
+    """The shard that a call with this name is made to."""
+    return int(call.partition("@")[2] or 0)

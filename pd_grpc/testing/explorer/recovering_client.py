@@ -165,7 +165,7 @@ class RecoveringClient(ClientProcess):
             watching.ready("d"),
             self._loads["prefill"],
             self._loads["decode"],
-            False,
+            self.wish.pairing.prefill is None,
         )
         if pairing is not None:
             self._perform(recovering.on_pairing(pairing, self.now))

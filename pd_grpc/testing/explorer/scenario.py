@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from pd_grpc.protocol.config import DecodeConfig, PrefillConfig, RouterConfig
 from pd_grpc.router.policies import LeastLoad, Pairing, Target, pair
 from pd_grpc.testing.explorer.client_process import Wish
-from pd_grpc.testing.explorer.kv import BLOCK
+from pd_grpc.testing.explorer.kv import BLOCK, Cut
 
 FAULTS = (
     "lose",
@@ -27,6 +27,10 @@ FAULTS = (
 delayed as long as one likes, a chunk of KV changes on its way, a process is stopped, killed or told
 to drain, a client leaves, an engine's step raises or lasts as long as one likes."""
 
+OF_ROWS = ("spoil", "poison")
+"""What may go wrong with one request's row in a step of an engine: there is no token for it, or
+every step that it is in raises."""
+
 TIMES: dict[str, Any] = {
     "request_budget_s": 20.0,
     "backoff_jitter": 0.0,
@@ -42,11 +46,11 @@ FIRST_EPOCH = 100
 @dataclass(frozen=True)
 class Scenario:
     """`requests` are, for each client, the numbers of its P and of its Ds in order of preference;
-    None leaves them to the router's policy."""
+    None leaves them to the router's policy, None for a P that D is to prefill the request."""
 
     prefills: int = 2
     decodes: int = 2
-    requests: tuple[tuple[int, tuple[int, ...]] | None, ...] = (None, None)
+    requests: tuple[tuple[int | None, tuple[int, ...]] | None, ...] = (None, None)
     prompts: tuple[int, ...] = (3, 3)
     """Tokens of each client's prompt."""
     max_tokens: int = 2
@@ -66,6 +70,19 @@ class Scenario:
 
     prefix_cache: float = 0.0
     """Of every P and D. Above 0 all prompts begin alike, and KV may be another transfer's."""
+
+    one_sided: bool = False
+    """Whether Ps write into the memory of their Ds by themselves, where they can."""
+
+    prefill_shards: int = 1
+    decode_shards: int = 1
+    """Shards of every P and of every D."""
+
+    poisons: tuple[tuple[str, str], ...] = ()
+    """Engines, each with a client in whose company it raises from the beginning."""
+
+    heir: bool = False
+    """Whether the second P is a later process of the first one's name, which still lives."""
 
     polling: bool = False
     """Whether the processes are those of `polling` instead of ours."""
@@ -117,6 +134,10 @@ class Scenario:
         """Of the router."""
         return RouterConfig(engine="sim", **TIMES)
 
+    def cut(self, shards: int) -> Cut:
+        """Of an instance with so many shards."""
+        return Cut(max(self.prefill_shards, self.decode_shards), shards)
+
     def wishes(self) -> Iterator[Wish]:
         """What each client wants, and where it is sent."""
         targets = self.targets
@@ -127,12 +148,13 @@ class Scenario:
                 pairing = pair(prefills, decodes, prefill_load, decode_load, False)
             else:
                 first, *others = (decodes[d] for d in request[1])
-                pairing = Pairing(prefills[request[0]], first, tuple(others))
+                prefill = None if request[0] is None else prefills[request[0]]
+                pairing = Pairing(prefill, first, tuple(others))
             length = self.prompts[i % len(self.prompts)]
             lowest = 20 if self.prefix_cache else 20 * (i + 1)
             prompt = tuple(lowest + token for token in range(length))
-            assert pairing.prefill is not None
-            prefill_load.charge(pairing.prefill.endpoint, length)
+            if pairing.prefill is not None:
+                prefill_load.charge(pairing.prefill.endpoint, length)
             decode_load.charge(pairing.decode.endpoint, length + self.max_tokens)
             yield Wish(prompt, self.max_tokens, pairing, self.budget_s)
 
@@ -186,7 +208,95 @@ RECOVERY = tuple(
 )
 """Requests that are tried elsewhere: on another pair, on the same D, on the same P, and two."""
 
-ALL = (*FULL, *RECOVERY)
+LENT_ONE = replace(SMALL, chunk_tokens=2, fine=False, one_sided=True)
+"""One request of a P that writes into the memory of its D."""
+
+LENT = Scenario(
+    prefills=1,
+    decodes=1,
+    requests=((0, (0,)), (0, (0,))),
+    chunk_tokens=2,
+    fine=False,
+    one_sided=True,
+)
+"""One P that writes into the memory of one D, whose blocks are enough for one of two requests."""
+
+HEIR = replace(LENT, prefills=2, requests=((0, (0,)), (1, (0,))), heir=True)
+"""The same with a second P, a later process of the first one's name."""
+
+LENT_ALIKE = replace(ALIKE, chunk_tokens=2, one_sided=True)
+"""Requests that begin alike, and P writes what D lacks of the second."""
+
+LENT_AGAIN = replace(RECOVERY[1], decode_blocks=4, one_sided=True)
+"""A request that is tried again on the D in whose memory the P before may still write."""
+
+ONE_SIDED = (LENT, HEIR, LENT_ALIKE, LENT_AGAIN)
+
+ALONE = Scenario(
+    prefills=0,
+    decodes=1,
+    requests=((None, (0,)), (None, (0,))),
+    prompts=(3, 5),
+    max_tokens=3,
+    decode_blocks=5,
+    chunk_tokens=2,
+    faults=(*FAULTS, *OF_ROWS),
+    fine=False,
+)
+"""Two requests that D prefills itself, chunk by chunk, and that outgrow it: the younger one gives
+way."""
+
+BESIDE = replace(ALONE, prefills=1, requests=((0, (0,)), (None, (0,))), prompts=(3,), max_tokens=5)
+"""One that is handed over, and beside it one that D prefills itself; together they outgrow it."""
+
+ONE_AT_A_TIME = replace(BESIDE, max_tokens=2, decode_blocks=3)
+"""The same on a D whose blocks are enough for one of them."""
+
+ALONE_AGAIN = replace(
+    ALONE, decodes=2, requests=((None, (0,)),), prompts=(3,), max_tokens=3, recovery=True
+)
+"""One that is tried again, on another D or on the same."""
+
+OUTCAST = replace(
+    ALONE,
+    requests=((None, (0,)),) * 3,
+    prompts=(3,),
+    max_tokens=2,
+    decode_blocks=6,
+    poisons=(("d1", "c2"),),
+)
+"""Three that D prefills itself, and its engine raises over one of them."""
+
+AT_ONE_P = Scenario(
+    prefills=1,
+    decodes=1,
+    requests=((0, (0,)), (0, (0,))),
+    prompts=(5, 3),
+    prefill_blocks=12,
+    decode_blocks=6,
+    faults=(*FAULTS, *OF_ROWS),
+    fine=False,
+    poisons=(("p1", "c2"),),
+)
+"""Two in one step of their P, the second with the rest of the first, and P's engine raises over one
+of them."""
+
+SHARDED = replace(SMALL, decode_shards=2, fine=False)
+"""One request of a P that sends to the two shards of its D."""
+
+SHARDED_BOTH = replace(SHARDED, prefill_shards=2)
+"""The same of a P with two shards of its own, each of which sends to one."""
+
+GATHERED = replace(SHARDED, prefill_shards=2, decode_shards=1)
+"""The same of a P with two shards, both of which send to the only one of D."""
+
+SHARDS = (SHARDED, SHARDED_BOTH, GATHERED)
+
+LOCAL = (ALONE, BESIDE, ONE_AT_A_TIME, ALONE_AGAIN)
+
+ROWS = (OUTCAST, AT_ONE_P)
+
+ALL = (*FULL, *RECOVERY, *ONE_SIDED, *LOCAL, *ROWS, *SHARDS)
 """What an exploration goes through by default."""
 
 POLLING = Scenario(

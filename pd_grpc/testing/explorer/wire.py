@@ -22,6 +22,8 @@ CLOSE = "close"
 """The client says nothing more and does not listen."""
 CORRUPT = "corrupt"
 """Third part of a chunk that is not what was sent."""
+UNPLUGGED = "unplugged"
+"""The connection by which memory was lent has ended, and whoever has the memory lives."""
 BROKEN = "broken"
 """The connection has gone under the call."""
 ANSWER = "answer"
@@ -122,11 +124,19 @@ POST = "post"
 WATCH = "watch"
 """A client begins a call that waits for its server to be there."""
 
-OPENED, STALLED, DEAF, GHOST, CUT, POSTED, WAITS = 1, 2, 4, 8, 16, 32, 64
+WRITE = "write"
+"""A client writes into the memory that a server has lent it by this call; nothing is on its way."""
+
+LEND = "lend"
+"""The kind of the calls by which that is lent. Their server hears of the end of the client's
+process however they have ended: it has a pidfd."""
+
+OPENED, STALLED, DEAF, GHOST, CUT, POSTED, WAITS, APART = 1, 2, 4, 8, 16, 32, 64, 128
 """Flags of a call: the server has heard of it; nothing of it is delivered for now; the client does
 not listen; it repeats another call, which nobody waits for and which outlives its server; its
 connection is gone, and only the news of that arrives; it lies in a queue until its server reads
-it; it waits until its server is there."""
+it; it waits until its server is there; its connection is gone, and its server watches the client
+all the same."""
 
 
 class Line(NamedTuple):
@@ -164,6 +174,7 @@ class WireRules:
         self.close = ids.message(CLOSE)
         gone = TransportFault(Code.UNAVAILABLE, "the connection has gone")
         self.broken = ids.message(BROKEN, gone)
+        self.unplugged = ids.message(UNPLUGGED)
         self._ends = frozenset({END, BROKEN, ANSWER})
 
     def perform(self, wire: Wire, ops: tuple[Op, ...]) -> Wire:
@@ -172,6 +183,8 @@ class WireRules:
             return wire
         lines = {line.call: line for line in wire}
         for kind, call, message in ops:
+            if kind == WRITE:
+                continue
             if kind == OPEN:
                 assert call not in lines, f"{self.ids.calls[call]} is opened twice"
                 lines[call] = Line(call, (message,), (), 0)
@@ -194,6 +207,8 @@ class WireRules:
 
     def _changed(self, line: Line, kind: str, message: int) -> Line | None:
         call, up, down, flags = line
+        if flags & APART:
+            return line
         if kind == UP:
             return line if flags & CUT else Line(call, (*up, message), down, flags)
         if kind in (DOWN, END):
@@ -227,6 +242,8 @@ class WireRules:
             return Line(call, (), downs, flags & ~OPENED) if downs else None
         if kind not in self._ends:
             return Line(call, ups, downs[1:], flags)
+        if flags & APART:
+            return Line(call, ups, (), flags | DEAF)
         # The server has yet to hear that the connection is gone.
         return Line(call, ups, (), flags | DEAF) if flags & CUT and ups else None
 
@@ -261,6 +278,8 @@ class WireRules:
         if who.client != process or flags & GHOST:
             return line
         sent = up if keep else ()
+        if flags & APART:
+            return Line(call, (*sent, self.cancel), (), flags | DEAF)
         if flags & DEAF and sent:
             return line  # Its own end is on its way.
         if not flags & OPENED and not sent:
@@ -274,6 +293,8 @@ class WireRules:
 
     def _cut(self, line: Line) -> Line | None:
         call, _, _, flags = line
+        if self.ids.calls[call].kind == LEND and flags & OPENED:
+            return Line(call, (self.unplugged,), (self.broken,), flags | APART)
         up = (self.cancel,) if flags & OPENED else ()
         down = () if flags & DEAF else (self.broken,)
         return Line(call, up, down, flags | CUT) if up or down else None
@@ -282,7 +303,12 @@ class WireRules:
         """The request of a unary call goes out once more; nobody hears the second answer."""
         who = self.ids.calls[call]
         (line,) = (line for line in wire if line.call == call)
-        ghost = self.ids.call(who.kind, who.client, who.server, f"{who.name}~")
+        there = {line.call for line in wire}
+        name = who.name
+        ghost = call
+        while ghost in there:
+            name += "~"
+            ghost = self.ids.call(who.kind, who.client, who.server, name)
         return tuple(sorted((*wire, Line(ghost, line.up[:1], (), DEAF | GHOST))))
 
     def corrupted(self, wire: Wire, call: int) -> Wire:

@@ -6,7 +6,6 @@ touched by a fault. A process that is down is a negative number, its number of c
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from functools import partial
 from typing import Any, TypeAlias
 
@@ -19,18 +18,24 @@ from pd_grpc.testing.explorer.answers import (
     SILENT,
     broken_promises,
 )
+from pd_grpc.testing.explorer.call_faults import call_faults
 from pd_grpc.testing.explorer.cast import cast_of, watches_of
 from pd_grpc.testing.explorer.locals import Locals
 from pd_grpc.testing.explorer.process import Input, Looks, Process, Violation
+from pd_grpc.testing.explorer.process_faults import process_faults
+from pd_grpc.testing.explorer.routes import route_of
 from pd_grpc.testing.explorer.scenario import FIRST_EPOCH, Scenario
+from pd_grpc.testing.explorer.strays import strays
 from pd_grpc.testing.explorer.wire import (
-    GHOST,
+    LEND,
     OPENED,
     POSTED,
     STALLED,
     WAITS,
+    WRITE,
     Interned,
     Line,
+    Op,
     Wire,
     WireRules,
     only_tells,
@@ -39,7 +44,6 @@ from pd_grpc.testing.explorer.wire import (
 State: TypeAlias = tuple[int, ...]
 Move: TypeAlias = tuple[Any, ...]
 
-UNARY = frozenset({"allocate", "first", "release"})
 PATIENCE = 400
 """How often time may pass before everything that was begun must have ended."""
 
@@ -65,15 +69,9 @@ class World:
         self._index = {name: i for i, name in enumerate(self.names)}
         self._first_client = scenario.first_client
         self.routes = [
-            (
-                self._first_client + i,
-                self._index[w.pairing.prefill.name],
-                self._index[w.pairing.decode.name],
-            )
-            for i, w in enumerate(scenario.wishes())
-            if w.pairing.prefill is not None
+            route_of(self._index, self._first_client + i, wish.pairing)
+            for i, wish in enumerate(scenario.wishes())
         ]
-        """Of each client its own number, and those of its P and its first D."""
         self._wires: list[Wire] = []
         self._wire_numbers: dict[Wire, int] = {}
         self._begun: dict[tuple[int, int], int] = {}
@@ -84,11 +82,14 @@ class World:
     def root(self) -> State:
         """Everybody is up, and nothing has been asked yet."""
         count = len(self.names)
+        touched = (1 | GRAVE) * self.scenario.heir
+        for _, client in self.scenario.poisons:
+            touched |= 1 << self._index[client] | GRAVE | RAISED
         watches = [
             Line(call, (), (), OPENED | WAITS) for call in watches_of(self.scenario, self.ids)
         ]
         wire = self._wire(tuple(sorted(watches)))
-        return (*(self._begin(i, 0) for i in range(count)), wire, 0, 0)
+        return (*(self._begin(i, 0) for i in range(count)), wire, 0, touched)
 
     # --- looking ---------------------------------------------------------------------------------
 
@@ -103,6 +104,11 @@ class World:
     def process(self, state: State, name: str) -> Process:
         """A process that is up, to be looked at."""
         return self.locals.process(state[self._index[name]])
+
+    def known_as(self, name: str) -> str:
+        """What a process of P is called by those that it talks to."""
+        heir = self.scenario.heir and name == self.names[1]
+        return self.names[0] if heir else name
 
     def frozen(self, state: State, i: int) -> bool:
         """Whether a process is stopped."""
@@ -128,7 +134,9 @@ class World:
     def _idles(self, state: State, line: Line) -> bool:
         who = self.ids.calls[line.call]
         waits = line.flags & WAITS and state[self._index[who.server]] < 0
-        return who.kind in ("session", "watch") and not line.down and bool(waits or not line.up)
+        return (
+            who.kind in ("session", "watch", LEND) and not line.down and bool(waits or not line.up)
+        )
 
     # --- what can happen -------------------------------------------------------------------------
 
@@ -152,7 +160,8 @@ class World:
         for i in range(len(self.names)):
             if self.runs(state, i):
                 steps = self.locals.all[state[i]].looks.steps
-                found += [(step, i) for step in steps if step != "step" or not self.hangs(state, i)]
+                stops = ("step", "land") if self.hangs(state, i) else ()
+                found += [(step, i) for step in steps if step not in stops]
         if not found and self._wake_s(state) is not None:
             found.append(("pass",))
         return found + self._ends_of_faults(state)
@@ -184,42 +193,16 @@ class World:
         """What can go wrong."""
         kinds, found = self.scenario.faults, list[Move]()
         for line in self.wire(state):
-            found += self._call_faults(line, kinds)
+            found += call_faults(self.ids, line, kinds)
         for i in range(len(self.names)):
             if not self.runs(state, i):
                 continue
             looks = self.locals.all[state[i]].looks
-            if i >= self._first_client:
-                if "leave" in kinds and not looks.settled:
-                    found.append(("leave", i))
-                continue
-            if "crash" in kinds:
-                found += [("crash", i, True), ("crash", i, False)]
-            if "freeze" in kinds:
-                found.append(("freeze", i))
-            if "drain" in kinds and looks.may_drain:
-                found.append(("drain", i))
-            if "step" in looks.steps and not self.hangs(state, i):
-                found += [(kind, i) for kind in ("fail", "hang") if kind in kinds]
+            if i < self._first_client:
+                found += process_faults(looks, i, self._index, kinds, self.hangs(state, i))
+            elif "leave" in kinds and not looks.settled:
+                found.append(("leave", i))
         return found
-
-    def _call_faults(self, line: Line, kinds: tuple[str, ...]) -> Iterator[Move]:
-        who = self.ids.calls[line.call]
-        if line.flags & WAITS and not line.flags & OPENED:
-            return
-        if "lose" in kinds and (line.flags & POSTED or not line.flags & GHOST):
-            yield ("lose", line.call)
-        if "stall" in kinds and not line.flags & STALLED and (line.up or line.down):
-            yield ("stall", line.call)
-        if "corrupt" in kinds and line.up and self._is_sound_chunk(line.up[0]):
-            yield ("corrupt", line.call)
-        again = who.kind in UNARY and not who.name.endswith("~") and bool(line.up)
-        if "repeat" in kinds and again and self.ids.messages[line.up[0]].kind == who.kind:
-            yield ("repeat", line.call)
-
-    def _is_sound_chunk(self, number: int) -> bool:
-        message = self.ids.messages[number]
-        return message.kind == "chunk" and len(message.body) == 2
 
     def label(self, move: Move) -> str:
         """A move in words that mean the same in every run."""
@@ -234,6 +217,12 @@ class World:
 
     def after(self, state: State, move: Move) -> tuple[State, tuple[Violation, ...]]:
         """The state that a move leads to, and what is wrong with it."""
+        after, violations = self._after(state, move)
+        if self.scenario.one_sided and not violations:
+            violations = tuple(strays(self, after))
+        return after, violations
+
+    def _after(self, state: State, move: Move) -> tuple[State, tuple[Violation, ...]]:
         kind = move[0]
         if kind in ("up", "down"):
             return self._deliver(state, move[1], kind == "up")
@@ -255,6 +244,10 @@ class World:
             gone = self._with(state, i, -crashes, wire)
             stopped = gone[-2] & ~(1 << i | 1 << i + _ENGINES)
             return (*gone[:-2], stopped, gone[-1] | 1 << i | GRAVE), ()
+        if kind in ("spoil", "poison"):
+            # It is that of the client whose row it is, and nobody else's.
+            state = (*state[:-1], state[-1] | 1 << move[2] | GRAVE | RAISED)
+            return self._happen(state, i, (kind, self.names[move[2]]))
         if kind in ("leave", "fail", "drain"):
             raised = GRAVE | RAISED if kind == "fail" else GRAVE
             state = (*state[:-1], state[-1] | 1 << i | raised)
@@ -274,7 +267,21 @@ class World:
         after, ops, violations = self.locals.step(state[i], happens)
         if not ops:
             return self._with(state, i, after), violations
-        return self._with(state, i, after, self.rules.perform(self.wire(state), ops)), violations
+        state = self._with(state, i, after, self.rules.perform(self.wire(state), ops))
+        for op in ops:
+            if op.kind == WRITE:
+                state, stray = self._write_into(state, op)
+                violations += stray
+        return state, violations
+
+    def _write_into(self, state: State, op: Op) -> tuple[State, tuple[Violation, ...]]:
+        """A write lands in the memory of the process that it is meant for, if that is there."""
+        i = self._index[self.ids.calls[op.call].server]
+        looks = self.looks(state, i)
+        if looks is None or looks.facts[0] != self.ids.messages[op.message].body.epoch:
+            return state, ()
+        after, _, violations = self.locals.step(state[i], ("write", op.message))
+        return self._with(state, i, after), violations
 
     def _on_the_wire(self, state: State, wire: Wire, kind: str, call: int) -> State:
         if kind == "lose":
