@@ -11,7 +11,7 @@ from typing import Any
 from opentelemetry.metrics import MeterProvider
 from opentelemetry.sdk.trace import TracerProvider
 
-from pd_grpc.blocks.pool import BlockPool, BlockState
+from pd_grpc.blocks.pool import BlockPool
 from pd_grpc.blocks.prefix_cache import PrefixCache
 from pd_grpc.decode.server import DecodeServer, start_decode
 from pd_grpc.engine.base import Engine
@@ -22,6 +22,7 @@ from pd_grpc.protocol.config import DecodeConfig, EngineConfig, PrefillConfig, R
 from pd_grpc.protocol.interception import NONE, Interceptors
 from pd_grpc.router.server import RouterServer, start_router
 from pd_grpc.v1 import admin_pb2, admin_pb2_grpc, inference_pb2_grpc
+from tests.blocks.emptying import assert_whole
 from tests.waiting import until
 
 SIM: dict[str, Any] = {
@@ -65,7 +66,7 @@ class Cluster:
         for endpoint in endpoints:
             async with rpc.aio_channel(endpoint, RouterConfig(), RouterConfig()) as channel:
                 admin = admin_pb2_grpc.AdminServiceStub(channel)
-                listed = await admin.ListTransfers(admin_pb2.ListTransfersRequest(), timeout=5)
+                listed = await admin.ListTransfers(admin_pb2.ListTransfersRequest(), timeout=60)
                 assert list(listed.transfers) == []
 
     def _nothing_in_flight(self) -> bool:
@@ -147,8 +148,7 @@ async def cluster(
         yield running
         await running.settled()
         for cache in running.caches():
-            cache.clear()
-            assert cache.pool.counts()[BlockState.FREE] == cache.pool.total
+            assert_whole(cache.pool)
 
 
 def _all_back(pool: BlockPool) -> bool:

@@ -10,15 +10,20 @@ from typing import TYPE_CHECKING
 
 import psutil
 import pytest
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 
 if TYPE_CHECKING:
     from pd_grpc.engine.base import Tokenizer
     from pd_grpc.engine.torch import TorchEngine
 
 # The same examples in every run, so that a change is judged by what it changed. To look further:
-# pytest --hypothesis-profile=default
-settings.register_profile("repeatable", derandomize=True)
+# pytest --hypothesis-profile=default. How long an example takes is the machine's affair.
+settings.register_profile(
+    "repeatable",
+    derandomize=True,
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow],
+)
 settings.load_profile("repeatable")
 
 SHARED_MEMORY = Path("/dev/shm")
@@ -52,12 +57,12 @@ def nothing_outlives_the_tests() -> Iterator[None]:
     segments_before = _shared_memory()
     yield
     # A child told to stop a moment ago may still be on its way out.
-    _, alive = psutil.wait_procs(_children(), timeout=5)
+    _, alive = psutil.wait_procs(_children(), timeout=60)
     left = [f"process {child.pid}: {_command(child)}" for child in alive]
     left += [f"shared memory {path}" for path in sorted(_shared_memory() - segments_before)]
     for child in alive:
         child.kill()
-    psutil.wait_procs(alive, timeout=5)
+    psutil.wait_procs(alive, timeout=60)
     assert not left, "left behind by the tests: " + "; ".join(left)
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
-LIMIT_S = 20.0
+LIMIT_S = 60.0
+"""Only what hangs takes as long, on however slow a machine."""
 
 
 async def until(condition: Callable[[], bool], limit_s: float = LIMIT_S) -> None:

@@ -109,7 +109,7 @@ class Phoenix:
         return any(text.encode() in each.read_bytes() for each in files)
 
     def _get(self, path: str) -> Any:
-        with urllib.request.urlopen(f"{self.url}{path}", timeout=10) as answer:
+        with urllib.request.urlopen(f"{self.url}{path}", timeout=60) as answer:
             return json.load(answer)
 
     def _answers(self) -> bool:
@@ -122,10 +122,10 @@ class Phoenix:
     def _end(self) -> None:
         self._process.terminate()
         try:
-            self._process.wait(10)
+            self._process.wait(60)
         except subprocess.TimeoutExpired:
             self._process.kill()
-            self._process.wait(10)
+            self._process.wait(60)
 
 
 def _free_ports(number: int) -> list[int]:

@@ -49,7 +49,7 @@ class Prometheus:
         """`data` of an answer of /api/v1. AssertionError with what it says of a wrong query."""
         url = f"http://{self._endpoint}/api/v1/{path}?{urllib.parse.urlencode(parameters)}"
         try:
-            with urllib.request.urlopen(url, timeout=10) as answer:
+            with urllib.request.urlopen(url, timeout=60) as answer:
                 return json.load(answer)["data"]
         except urllib.error.HTTPError as error:
             raise AssertionError(f"{parameters}: {error.read().decode()}") from error
@@ -127,6 +127,8 @@ def prometheus(folder: Path, metrics: Mapping[str, str]) -> Iterator[Prometheus]
                 f"--config.file={folder / 'prometheus.yml'}",
                 f"--storage.tsdb.path={folder / 'data'}",
                 "--web.listen-address=127.0.0.1:0",
+                # How soon it takes up its targets; five seconds unless told.
+                f"--scrape.discovery-reload-interval={SCRAPE_S * 1000:.0f}ms",
             ],
             stdout=output,
             stderr=subprocess.STDOUT,
@@ -139,7 +141,7 @@ def prometheus(folder: Path, metrics: Mapping[str, str]) -> Iterator[Prometheus]
         process.terminate()
         # It writes down what it has in memory, which on a busy disk may last.
         try:
-            process.wait(10)
+            process.wait(60)
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
@@ -181,8 +183,7 @@ def _endpoint(process: subprocess.Popen[bytes], log: Path) -> str:
 
 
 def _until_scraped(running: Prometheus, targets: int) -> None:
-    """It looks for new targets every five seconds; what happens before its first scrape it has not
-    seen."""
+    """What happens before its first scrape it has not seen."""
     deadline = time.monotonic() + _START_S
     while running.value("count(up == 1)") < targets:
         assert time.monotonic() < deadline, running.query("up")
@@ -191,7 +192,7 @@ def _until_scraped(running: Prometheus, targets: int) -> None:
 
 def _ready(endpoint: str) -> bool:
     try:
-        with urllib.request.urlopen(f"http://{endpoint}/-/ready", timeout=5) as answer:
+        with urllib.request.urlopen(f"http://{endpoint}/-/ready", timeout=60) as answer:
             return bool(answer.status == 200)
     except OSError:
         return False

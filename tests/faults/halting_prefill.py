@@ -9,9 +9,10 @@ from __future__ import annotations
 import signal
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from pd_grpc.servers import prefill
+from pd_grpc.transport.shm.copying import Copy, copy_each
 from pd_grpc.transport.shm.mapping import PoolMapping
 
 
@@ -26,18 +27,21 @@ def main() -> int:
         layer: int,
         layers: int,
         pieces: Sequence[memoryview],
+        copy: Callable[[Iterable[Copy]], None] = copy_each,
     ) -> None:
         nonlocal written
         written += 1
         if written > 1:
-            right(self, blocks, group, layer, layers, pieces)
+            right(self, blocks, group, layer, layers, pieces, copy)
             return
-        assert len(blocks) == len(pieces) > 1, "there is a middle"
-        right(self, blocks[:1], group, layer, layers, pieces[:1])
+        assert len(blocks) > 1, "there is a middle"
+        whole = memoryview(b"".join(pieces))
+        middle = whole.nbytes // len(blocks)
+        right(self, blocks[:1], group, layer, layers, [whole[:middle]], copy)
         print("halting", flush=True)
         # To this thread: another might take one for the process, while this one wrote on.
         signal.pthread_kill(threading.get_ident(), signal.SIGSTOP)
-        right(self, blocks[1:], group, layer, layers, pieces[1:])
+        right(self, blocks[1:], group, layer, layers, [whole[middle:]], copy)
         print("resumed", flush=True)
 
     PoolMapping.write = halting  # type: ignore[method-assign]

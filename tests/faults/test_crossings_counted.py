@@ -115,7 +115,7 @@ def idle(d: DecodeServer) -> bool:
 
 async def listed(cluster: Cluster, endpoint: str) -> int:
     admin = admin_pb2_grpc.AdminServiceStub(cluster.channel(endpoint))
-    answer = await admin.ListTransfers(admin_pb2.ListTransfersRequest(), timeout=5)
+    answer = await admin.ListTransfers(admin_pb2.ListTransfersRequest(), timeout=60)
     return len(answer.transfers)
 
 
@@ -164,7 +164,7 @@ async def test_what_p_gives_up_near_its_grant_is_released() -> None:
 
         async def cancelled(n: int) -> None:
             request = request_to(d, tokens=12, random_seed=n)
-            call = stub.Prefill(request.prefill(), timeout=20)
+            call = stub.Prefill(request.prefill(), timeout=60)
             await asyncio.sleep(aim.next())
             call.cancel()
             words.judge(aim, request.ref.transfer_id)
@@ -218,7 +218,7 @@ async def test_what_a_stock_stub_saw_the_deadline_of_is_gone_by_its_release() ->
 
 async def test_what_was_never_released_is_gone_with_its_lease() -> None:
     """P goes on with its heartbeats and lists no grant that it has not heard of."""
-    async with stock_d(heartbeat_s=0.2, lease_s=0.6) as d:
+    async with stock_d(heartbeat_s=2.0, lease_s=0.6) as d:
         p = await d.prefill()
         beating = asyncio.create_task(_beat(p, 0.2))
         stock = StockP(d, p, seed=4)

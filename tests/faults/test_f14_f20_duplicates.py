@@ -13,7 +13,7 @@ from tests.cluster import cluster
 from tests.decode.wire import fault_of, tokens_of, wire
 from tests.prefill.cluster import answer_to, request_to, running
 from tests.system.asking import Reply, ask, request
-from tests.waiting import until
+from tests.waiting import LIMIT_S, until
 
 AT_ONCE = 8
 SAMPLING = Sampling(max_tokens=4, temperature=0.0, ignore_eos=True)
@@ -87,7 +87,7 @@ async def test_a_transfer_id_that_two_prefills_use_at_once_is_the_first_ones() -
             assert outcome.fault.reason in (Reason.DUPLICATE_TRANSFER, Reason.NOT_OWNER)
         held.release()
         p.runtime.wake()
-        prefill, generate = await asyncio.wait_for(legs, 10)
+        prefill, generate = await asyncio.wait_for(legs, LIMIT_S)
         assert (prefill.fault, generate.tokens) == (None, answer_to(mine))
         after = request_to(d, random_seed=3)
         assert (await servers.run(thief, d, after))[1].tokens == answer_to(after)

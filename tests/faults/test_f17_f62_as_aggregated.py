@@ -9,12 +9,13 @@ import grpc.aio
 import pytest
 
 from pd_grpc.engine.sim_reference import sim_answer
+from pd_grpc.engine.sim_tokenizer import SimTokenizer
 from pd_grpc.protocol import rpc
 from pd_grpc.protocol.config import DecodeConfig
 from pd_grpc.protocol.faults import Code, Fault, Reason
 from pd_grpc.protocol.messages import sampling_to_proto
 from pd_grpc.protocol.sampling import Sampling
-from pd_grpc.v1 import inference_pb2
+from pd_grpc.v1 import inference_pb2, types_pb2
 from tests.cluster import SIM, cluster
 from tests.system.asking import Reply, ask, request
 
@@ -27,7 +28,12 @@ CONFIG = DecodeConfig(**SIM)
 def _stops() -> list[Sampling]:
     """Samplings whose limits meet the first token, which is P's, and the ones after it."""
     said = sim_answer(PROMPT, GREEDY, CONFIG)
+    first, both = (SimTokenizer(CONFIG.sim_vocab).decode(said[:n]) for n in (1, 2))
+    across = both[len(first) - 1 : len(first) + 1]
     return [
+        Sampling(max_tokens=12, temperature=0.0, stop=(first,)),
+        Sampling(max_tokens=12, temperature=0.0, stop=("never", across)),
+        Sampling(max_tokens=12, temperature=0.0, stop=(first,), min_tokens=3),
         Sampling(max_tokens=12, temperature=0.0, stop_token_ids=(said[0],)),
         Sampling(max_tokens=12, temperature=0.0, stop_token_ids=(said[1],)),
         Sampling(max_tokens=12, temperature=0.0, stop_token_ids=(said[0],), min_tokens=1),
@@ -49,6 +55,10 @@ def _requests() -> list[inference_pb2.GenerateRequest]:
         rest = request(PROMPT, GREEDY)
         rest.generated_token_ids.extend(said[:given])
         asked.append(rest)
+    # Begun in a token that the client has, and complete in P's.
+    stopped = request(PROMPT, _stops()[1])
+    stopped.generated_token_ids.extend(said[:1])
+    asked.append(stopped)
     return asked
 
 
@@ -65,11 +75,15 @@ async def test_usage_and_answer_are_those_of_one_server() -> None:
         assert two.last.usage.prompt_tokens == len(asked.token_ids.ids)
         given = len(asked.generated_token_ids)
         assert two.last.usage.completion_tokens == given + len(two.token_ids)
+    ends = [(len(two.token_ids), two.last.finish_reason) for two in (*apart[:2], apart[-1])]
+    stop = types_pb2.FINISH_REASON_STOP
+    assert ends == [(1, stop), (2, stop), (1, stop)], "the stop strings that P's token meets"
 
 
 @pytest.mark.parametrize("aggregated", [False, True])
-async def test_what_needs_a_state_of_the_sampler_is_refused_alike(aggregated: bool) -> None:
-    """F62: penalties are not built, and are never left out quietly."""
+async def test_what_the_engine_has_not_is_refused_alike(aggregated: bool) -> None:
+    """F62: the sim model has no probabilities to change, and penalties are never left out
+    quietly."""
     async with cluster(aggregated=aggregated) as servers, servers.client() as stub:
         for field in ("presence_penalty", "frequency_penalty", "repetition_penalty"):
             message = request(PROMPT, GREEDY)

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import time
 from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any
 
 import grpc
 import grpc.aio
@@ -26,12 +26,16 @@ from tests.cluster import Cluster, cluster
 from tests.system.asking import request
 from tests.waiting import until
 
+pytestmark = pytest.mark.longest
+
 LONG = list(range(3, 1603))
 SLOW = Sampling(max_tokens=3000, temperature=0.0, ignore_eos=True)
 STAGES = ("allocate", "compute", "decode")
 # Compute takes some 6 s at a scale of 40, a token 50 ms at a scale of 10.
 SCALES = {"allocate": 1.0, "compute": 40.0, "decode": 10.0}
-LIMITS_S = {"allocate": 1.0, "compute": 1.5, "decode": 5.0}
+LIMITS_S = {"allocate": 3.0, "compute": 4.0, "decode": 7.0}
+MARGIN: dict[str, Any] = {"hop_margin_s": 1.0}
+"""By so much our answer comes before the caller's own timer, which a busy machine may need."""
 # P and D count the same time and either may be first: what P computes, D waits to be transferred.
 TOLD = {
     "allocate": {"allocate"},
@@ -49,7 +53,10 @@ REACHED = {
 async def at_stage(stage: str) -> AsyncIterator[tuple[Cluster, Callable[[], Awaitable[None]]]]:
     """A cluster in which a request gets as far as `stage` and stays there a while, and a wait for
     the request to be there."""
-    async with cluster(sim_time_scale=SCALES[stage], num_blocks=320) as running:
+    scale = SCALES[stage]
+    async with cluster(
+        sim_time_scale=scale, num_blocks=320, router_settings=MARGIN, **MARGIN
+    ) as running:
         pool = running.decodes[0].pool
         taken = pool.reserve(pool.total, owner="the test") if stage == "allocate" else None
         yield running, lambda: until(lambda: states(running) >= REACHED[stage])
@@ -78,8 +85,8 @@ async def _read_to_end(call: Call) -> None:
 
 
 async def _ended(running: Cluster) -> None:
-    """Within two seconds nobody holds the request any more, but for the step under way."""
-    await until(lambda: not states(running), 2.0)
+    """Nobody holds the request any more, though it has minutes left."""
+    await until(lambda: not states(running))
 
 
 @pytest.mark.parametrize("stage", STAGES)
@@ -88,7 +95,7 @@ async def test_a_cancelled_request_ends_everywhere(stage: str) -> None:
         at_stage(stage) as (running, there),
         rpc.aio_channel(running.router.endpoint, RouterConfig(), RouterConfig()) as channel,
     ):
-        call = _generate(channel, 60)
+        call = _generate(channel, 300)
         reading = asyncio.create_task(_read_to_end(call))
         await there()
         call.cancel()
@@ -101,7 +108,7 @@ async def test_a_cancelled_request_ends_everywhere(stage: str) -> None:
 async def test_a_client_whose_connection_closes_frees_its_request(stage: str) -> None:
     async with at_stage(stage) as (running, there):
         channel = rpc.aio_channel(running.router.endpoint, RouterConfig(), RouterConfig())
-        reading = asyncio.create_task(_read_to_end(_generate(channel, 60)))
+        reading = asyncio.create_task(_read_to_end(_generate(channel, 300)))
         await there()
         await channel.close(None)
         with pytest.raises((asyncio.CancelledError, grpc.aio.AioRpcError)):
@@ -116,12 +123,10 @@ async def test_a_deadline_is_told_with_the_stage_that_spent_it(stage: str) -> No
         at_stage(stage) as (running, there),
         rpc.aio_channel(running.router.endpoint, RouterConfig(), RouterConfig()) as channel,
     ):
-        asked = time.monotonic()
         reading = asyncio.create_task(_read_to_end(_generate(channel, limit_s)))
         await there()
         with pytest.raises(grpc.aio.AioRpcError) as raised:
             await reading
-        assert time.monotonic() - asked < limit_s + 0.5
         fault = rpc.read_error(raised.value)
         assert isinstance(fault, Fault), "our answer came before the caller's own timer"
         assert (fault.code, fault.reason) == (Code.DEADLINE_EXCEEDED, Reason.STAGE_DEADLINE)

@@ -1,8 +1,8 @@
 """F32, F57, F58, F59, F63: P and D that lay KV out differently never meet, and D goes on only from
 all of it.
 
-F32: ranks of tensor parallelism are carried and not built. What holds is the refusal: a P that says
-it has a part of the heads, or more than one rank, is turned away and told of the field."""
+F32: a P whose ranks do not add up to the model is turned away and told of the field; that those
+which do give the right tokens is `tests/system/test_shards.py`'s to say."""
 
 from __future__ import annotations
 
@@ -10,12 +10,14 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+import google_crc32c
 import grpc.aio
 import pytest
 
 from pd_grpc.engine.sim import SimEngine
 from pd_grpc.protocol.config import EngineConfig
 from pd_grpc.protocol.faults import Code, Fault, Reason
+from pd_grpc.protocol.layout import PlaneKind
 from pd_grpc.protocol.messages import layout_to_proto
 from pd_grpc.v1 import decode_pb2, decode_pb2_grpc, layout_pb2, transfer_pb2, types_pb2
 from tests.decode.wire import RawPrefill, Wire, fault_of, tokens_of, wire
@@ -39,14 +41,17 @@ async def _turned_away(d: Wire, **fields: Any) -> Fault:
 @pytest.mark.parametrize(
     ("field", "shards"),
     [
-        ("shards", [layout_pb2.Shard(tp_rank=rank, tp_size=2) for rank in range(2)]),
-        ("shards[0].tp_size", [layout_pb2.Shard(tp_size=2)]),
+        ("shards", [layout_pb2.Shard(tp_rank=rank, tp_size=3) for rank in range(2)]),
+        ("shards", [layout_pb2.Shard(tp_size=2)]),
+        ("shards[1].tp_rank", [layout_pb2.Shard(tp_size=2) for rank in range(2)]),
+        ("shards[1].tp_size", [layout_pb2.Shard(tp_size=2), layout_pb2.Shard(tp_rank=1)]),
         ("shards[0].tp_rank", [layout_pb2.Shard(tp_rank=1)]),
         ("shards[0].head_count", [layout_pb2.Shard(head_count=1)]),
-        ("shards[0].pp_size", [layout_pb2.Shard(pp_size=2)]),
+        ("shards", [layout_pb2.Shard(pp_size=2)]),
+        ("shards[0].dp_size", [layout_pb2.Shard(dp_size=2)]),
     ],
 )
-async def test_ranks_are_read_from_the_shards_and_more_than_one_is_refused(
+async def test_ranks_are_read_from_the_shards_and_must_add_up(
     field: str, shards: list[layout_pb2.Shard]
 ) -> None:
     """F32, F59: no rank is ever taken from a name, an id or an order."""
@@ -118,21 +123,42 @@ Chunks = list[transfer_pb2.KvChunk]
 
 
 def _without_last_layer(chunks: Chunks) -> Chunks:
-    last = max(chunk.layer_start for chunk in chunks)
-    return [chunk for chunk in chunks if chunk.layer_start < last]
+    last = max((chunk.group, chunk.layer_start) for chunk in chunks)
+    return [chunk for chunk in chunks if (chunk.group, chunk.layer_start) < last]
+
+
+def _without_last_group(chunks: Chunks) -> Chunks:
+    return [chunk for chunk in chunks if chunk.group == 0]
+
+
+def _without_first_group(chunks: Chunks) -> Chunks:
+    return [chunk for chunk in chunks if chunk.group > 0]
 
 
 def _without_one_chunk(chunks: Chunks) -> Chunks:
     return chunks[:-1]
 
 
-@pytest.mark.parametrize("left_out", [_without_last_layer, _without_one_chunk])
+TWO_GROUPS: dict[str, Any] = {"sim_layout": "sliding-fp8-scale", "sim_window": 5}
+
+
+@pytest.mark.parametrize(
+    ("settings", "left_out"),
+    [
+        ({}, _without_last_layer),
+        ({}, _without_one_chunk),
+        (TWO_GROUPS, _without_last_layer),
+        (TWO_GROUPS, _without_one_chunk),
+        (TWO_GROUPS, _without_last_group),
+        (TWO_GROUPS, _without_first_group),
+    ],
+)
 @pytest.mark.parametrize("length", [3, 40])
 async def test_no_token_comes_from_kv_of_which_a_part_was_never_sent(
-    length: int, left_out: Callable[[Chunks], Chunks]
+    length: int, settings: dict[str, Any], left_out: Callable[[Chunks], Chunks]
 ) -> None:
     """F58: short prompts and long ones alike; nothing but the first token is shown."""
-    async with wire() as d:
+    async with wire(**settings) as d:
         p = await d.prefill()
         request = d.request(prompt=list(range(100, 100 + length)))
         call = d.generate(request)
@@ -148,6 +174,41 @@ async def test_no_token_comes_from_kv_of_which_a_part_was_never_sent(
             async for message in call:
                 shown += message.token_ids
         assert shown == [token]
+
+
+@pytest.mark.parametrize("length", [3, 40])
+async def test_planes_and_blocks_that_no_token_needs_yet_are_needed_all_the_same(
+    length: int,
+) -> None:
+    """F58: a chunk without its last plane, and a sliding group without what is out of its window,
+    are no KV that a token could come of."""
+    async with wire(**TWO_GROUPS) as d:
+        p = await d.prefill()
+        (scale,) = [x for x in p.engine.layout.groups[0].planes if x.kind is PlaneKind.SCALE]
+        for bad in ("plane", "window"):
+            request = d.request(prompt=list(range(100, 100 + length)))
+            call = d.generate(request)
+            grant = await p.allocate(request)
+            token, chunks = p.compute(request)
+            await p.first_token(request, grant.grant_id, token)
+            if bad == "plane":
+                stream = await p.open(request, grant)
+                await stream.read()
+                chunk = next(chunk for chunk in chunks if chunk.group == 0)
+                lacks = scale.token_bytes * p.engine.layout.block_size * chunk.block_count
+                chunk.payload = chunk.payload[:-lacks]
+                chunk.crc32c = google_crc32c.value(chunk.payload)
+                await stream.write(transfer_pb2.TransferRequest(chunk=chunk))
+                fault = await fault_of(stream)
+            else:
+                sent = [c for c in chunks if c.group == 0 or c.block_start > 0]
+                fault = await _send_and_end(p, request, grant, sent)
+            assert fault.reason is Reason.BAD_REQUEST
+            shown: list[int] = []
+            with pytest.raises(grpc.aio.AioRpcError):
+                async for message in call:
+                    shown += message.token_ids
+            assert shown == [token]
 
 
 async def _send_and_end(

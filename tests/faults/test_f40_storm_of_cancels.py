@@ -12,7 +12,7 @@ from pd_grpc.protocol.sampling import Sampling
 from pd_grpc.v1 import inference_pb2_grpc
 from tests.cluster import Cluster, cluster
 from tests.system.asking import ask, request
-from tests.waiting import until
+from tests.waiting import LIMIT_S, until
 
 WAVES, AT_ONCE = 10, 40
 GREEDY = Sampling(max_tokens=200, temperature=0.0, ignore_eos=True)
@@ -36,7 +36,7 @@ async def test_requests_cancelled_at_any_moment_by_the_hundred_leave_it_answerin
             for call in calls:
                 call.cancel()
             await asyncio.wait(calls)
-        reply = await asyncio.wait_for(ask(stub, request([7] * 60, GREEDY)), 10)
+        reply = await asyncio.wait_for(ask(stub, request([7] * 60, GREEDY)), LIMIT_S)
         assert len(reply.token_ids) == 200
 
 

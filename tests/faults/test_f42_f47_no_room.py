@@ -82,7 +82,7 @@ async def _time_is_over(d: Wire, p: RawPrefill, request: Request) -> Fault:
 
 
 async def _clients_time_is_over(d: Wire, p: RawPrefill, request: Request) -> Fault:
-    call = d.generate(request, timeout_s=0.4)
+    call = d.generate(request, timeout_s=3.0)
     waiting = p.allocate(request)
     fault = await fault_of(call)
     assert fault.metadata["stage"] == "allocate"
@@ -116,7 +116,7 @@ async def test_what_fails_on_a_full_d_says_what_it_is(
     happens: Callable[[Wire, RawPrefill, Request], Awaitable[Fault]], code: Code, reason: Reason
 ) -> None:
     """F47: time that is over is not memory that is out, nor the other way round."""
-    async with wire(allocate_queue=1) as d:
+    async with wire(allocate_queue=1, hop_margin_s=1.0) as d:
         p = await d.prefill()
         taken = d.server.pool.reserve(d.server.pool.free, owner="the test")
         fault = await happens(d, p, d.request())

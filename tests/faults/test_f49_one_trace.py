@@ -30,7 +30,7 @@ def _trace(n: int) -> str:
 async def _ask(stub: inference_pb2_grpc.InferenceServiceStub, n: int) -> None:
     sampling = Sampling(max_tokens=9000 if n == FAILS else 4, temperature=0.0, ignore_eos=True)
     metadata = (("traceparent", f"00-{_trace(n)}-{'cd' * 8}-01"),)
-    call = stub.Generate(request([5 + n] * (20 + n), sampling), timeout=20, metadata=metadata)
+    call = stub.Generate(request([5 + n] * (20 + n), sampling), timeout=60, metadata=metadata)
     with contextlib.suppress(grpc.aio.AioRpcError) if n == FAILS else contextlib.nullcontext():
         async for _ in call:
             pass

@@ -14,6 +14,8 @@ from tests.cluster import cluster
 from tests.system.asking import request
 from tests.waiting import until
 
+pytestmark = pytest.mark.longest
+
 # More text than grpc lets pile up for a reader that takes none.
 LONG = Sampling(max_tokens=60_000, temperature=0.0, ignore_eos=True)
 BUDGET = {"request_budget_s": 3.0}
@@ -28,7 +30,7 @@ async def test_a_client_that_never_reads_is_gone_when_its_time_is_over(aggregate
         stub = inference_pb2_grpc.InferenceServiceStub(channel)
         call = stub.Generate(request([5] * 20, LONG, name="mute"))
         await until(lambda: len(running.router.in_flight.running()) == 1)
-        await until(lambda: not running.router.in_flight.running(), 8.0)
+        await until(lambda: not running.router.in_flight.running())
         again = stub.Generate(request([5] * 20, Sampling(max_tokens=2), name="mute"))
         assert [part async for part in again], "its name is free again"
         call.cancel()
@@ -42,8 +44,8 @@ async def test_a_client_of_d_that_never_reads_is_gone_when_its_time_is_over() ->
             stub = inference_pb2_grpc.InferenceServiceStub(channel)
             call = stub.Generate(request([5] * 20, LONG))
             await until(lambda: bool(d.machine.ledger.transfers))
-            await until(lambda: not d.machine.ledger.transfers, 8.0)
-            await until(lambda: d.control.handlers.running == watchers, 8.0)
+            await until(lambda: not d.machine.ledger.transfers)
+            await until(lambda: d.control.handlers.running == watchers)
             assert await _ends_with(call) is Reason.STAGE_DEADLINE
 
 

@@ -143,7 +143,7 @@ async def test_streams_of_every_method_end_when_their_callers_leave(how: str) ->
                     call.cancel()
             else:
                 await channel.close(None)
-            await until(partial(_are, handlers, method, others), 5.0)
+            await until(partial(_are, handlers, method, others))
             await channel.close(None)
             await servers.settled()
 

@@ -24,7 +24,9 @@ from tests.prefill.cluster import answer_to, request_to, running
 from tests.system.asking import ask, request
 from tests.waiting import until
 
-SOON_S = 1.0
+SOON_S = 20.0
+LONG_S = 120.0
+"""A drain that is cut short by a second one, once what was to be finished is."""
 
 
 async def _drain(endpoint: str, deadline_s: float) -> int:
@@ -58,7 +60,7 @@ async def test_a_draining_d_serves_what_it_granted_and_what_it_took_in() -> None
         await until(lambda: len(d.server.view.transfers()) == 2)
         states = {transfer.state for transfer in d.server.view.transfers()}
         assert states == {types_pb2.TRANSFER_STATE_RESERVED, types_pb2.TRANSFER_STATE_WAITING}
-        assert await _drain(d.server.endpoint, 20.0) == 2
+        assert await _drain(d.server.endpoint, LONG_S) == 2
         assert not await _ready(d.server.endpoint, "DecodeService")
         _left(await fault_of(p.allocate(d.request())))
         _left(await fault_of(d.generate(d.request())))
@@ -107,11 +109,14 @@ async def test_a_draining_p_hands_over_what_it_has_and_fails_the_rest_in_time() 
         taken = d.pool.reserve(d.pool.free, owner="the test")
         legs.append(asyncio.create_task(servers.run(p, d, never)))
         await until(lambda: p.machine.placement.pool.in_flight == 1)
-        await _drain(p.endpoint, 0.5)
+        await _drain(p.endpoint, LONG_S)
         assert not await _ready(p.endpoint, "PrefillService")
         _left((await servers.run_prefill(p, request_to(d, random_seed=3))).fault)
         held.release()
         p.runtime.wake()
+        allocating = types_pb2.TRANSFER_STATE_ALLOCATING
+        await until(lambda: [t.state for t in p.view.transfers()] == [allocating])
+        await _drain(p.endpoint, 0.3)
         for outcome in await legs[1]:
             _left(outcome.fault)
         await asyncio.wait_for(p.drained(), SOON_S)
@@ -133,10 +138,11 @@ async def test_a_draining_router_finishes_its_streams_and_fails_the_rest_in_time
         short = asyncio.create_task(ask(stub, request([5] * 20, greedy)))
         long = asyncio.create_task(fault_of(stub.Generate(request([6] * 20, endless))))
         await until(lambda: len(servers.router.in_flight.running()) == 2)
-        assert await _drain(servers.router.endpoint, 1.5) == 2
+        assert await _drain(servers.router.endpoint, LONG_S) == 2
         assert not await _ready(servers.router.endpoint, "InferenceService")
         _left(await fault_of(stub.Generate(request([7] * 20, greedy))))
         assert len((await short).token_ids) == 100
+        assert await _drain(servers.router.endpoint, 0.3) == 1
         _left(await long)
         await asyncio.wait_for(servers.router.drained(), SOON_S)
 

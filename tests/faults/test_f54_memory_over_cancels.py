@@ -80,7 +80,7 @@ async def _growth_kib(endpoint: str, process: psutil.Process, cancels: int) -> f
         before = process.memory_info().rss
         await _cancel(stub, cancels)
         grown: int = process.memory_info().rss - before
-        call = stub.Generate(request([5] * 20, Sampling(max_tokens=4, temperature=0.0)), timeout=20)
+        call = stub.Generate(request([5] * 20, Sampling(max_tokens=4, temperature=0.0)), timeout=60)
         assert [part async for part in call], "it answers afterwards"
     return grown / 1024 / cancels
 

@@ -52,9 +52,9 @@ async def test_equal_tokens_in_another_scope_are_refused_by_every_server() -> No
                 leg: prefill_pb2.PrefillRequest = request_to(d).prefill()
                 leg.scope.CopyFrom(scope)
                 for call in (
-                    router.Generate(message, timeout=10),
-                    decode.Generate(message, timeout=10),
-                    prefill.Prefill(leg, timeout=10),
+                    router.Generate(message, timeout=60),
+                    decode.Generate(message, timeout=60),
+                    prefill.Prefill(leg, timeout=60),
                 ):
                     _is_refusal(await fault_of(call), name)
         again = await ask(router, request(PROMPT, SAMPLING))

@@ -12,11 +12,11 @@ from pd_grpc.protocol.faults import Code, Fault, Reason
 from pd_grpc.testing.faults import Injector, Kind, Rule
 from pd_grpc.v1 import prefill_pb2_grpc, types_pb2
 from tests.prefill.cluster import answer_to, request_to, running
-from tests.waiting import until
+from tests.waiting import LIMIT_S, until
 
-LEASE_S = 0.6
+LEASE_S = 2.0
 BEATS = 7
-SHORT: dict[str, Any] = {"heartbeat_s": 0.2, "lease_s": LEASE_S}
+SHORT: dict[str, Any] = {"heartbeat_s": 0.5, "lease_s": LEASE_S}
 
 
 async def test_a_grant_lives_while_p_is_busy_and_a_place_in_the_queue_while_d_is() -> None:
@@ -40,7 +40,7 @@ async def test_a_grant_lives_while_p_is_busy_and_a_place_in_the_queue_while_d_is
             busy.release()
             d.runtime.wake()
             p.runtime.wake()
-        prefill, generate = await asyncio.wait_for(legs, 10)
+        prefill, generate = await asyncio.wait_for(legs, LIMIT_S)
         assert (prefill.fault, generate.tokens) == (None, answer_to(request))
 
 
@@ -53,25 +53,24 @@ async def test_who_waits_for_blocks_hears_a_cancel_at_once() -> None:
         call = stub.Prefill(request_to(d).prefill(), timeout=60)
         await until(lambda: bool(d.machine.ledger.transfers))
         call.cancel()
-        await until(lambda: not d.machine.ledger.transfers and not p.view.transfers(), 2)
+        await until(lambda: not d.machine.ledger.transfers and not p.view.transfers())
         busy.release()
 
 
 async def test_what_is_left_of_a_request_only_falls_from_hop_to_hop() -> None:
     """F46: P first waits for its session with D, and what that took is gone from D's budget."""
-    away_s, whole_s = 0.5, 1.2
+    away_s, whole_s, margin_s = 0.5, 5.0, 2.0
     faults = Injector(Rule(Kind.DELAY, "Session", messages={1}, delay_s=away_s))
     async with running() as cluster:
-        p, d = await cluster.prefill(faults=faults), await cluster.decode()
+        p = await cluster.prefill(faults=faults, hop_margin_s=margin_s)
+        d = await cluster.decode()
         busy = d.pool.reserve(d.pool.free, owner="the test")
-        asked = time.monotonic()
         leg = asyncio.create_task(cluster.run_prefill(p, request_to(d), timeout_s=whole_s))
         await until(lambda: bool(d.machine.ledger.transfers))
         ledger = d.machine.ledger
         (transfer,) = ledger.transfers.values()
         assert transfer.budget_until - transfer.created <= whole_s - away_s
         outcome = await leg
-        assert time.monotonic() - asked < whole_s + 0.3
         assert isinstance(outcome.fault, Fault), "ours came before the caller's own timer"
         assert outcome.fault.code is Code.DEADLINE_EXCEEDED
         assert outcome.fault.reason is Reason.STAGE_DEADLINE

@@ -1,7 +1,7 @@
 """F7: each of several answers to one prompt is a request of its own, and what comes early is kept.
 
-The protocol has no siblings yet: a request for them is refused by name, and n answers are n
-transfers."""
+P and D answer once: a request for several is refused by name, and the router's n choices are n
+transfers, as in tests/system/test_choices.py."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pd_grpc.protocol.faults import Code, Fault, Reason
 from pd_grpc.v1 import sampling_pb2, types_pb2
 from tests.decode.wire import Wire, tokens_of, wire
 from tests.prefill.cluster import answer_to, request_to, running
-from tests.waiting import until
+from tests.waiting import LIMIT_S, until
 
 SIBLINGS = 4
 
@@ -46,7 +46,7 @@ async def test_a_sibling_that_is_cancelled_strands_none_of_the_others() -> None:
         taken.release()
         d.runtime.wake()
         for n in (0, 2, 3):
-            prefill, generate = await asyncio.wait_for(legs[n], 10)
+            prefill, generate = await asyncio.wait_for(legs[n], LIMIT_S)
             assert (prefill.fault, generate.tokens) == (None, answer_to(asked[n]))
 
 

@@ -23,6 +23,7 @@ from pd_grpc.protocol.sampling import Sampling
 from pd_grpc.v1 import admin_pb2, admin_pb2_grpc
 from tests.router.test_end_to_end import until_nothing_is_held
 from tests.servers.processes import ready, server
+from tests.waiting import LIMIT_S
 
 PLAN = ClusterPlan(engine="sim", decode=2, flags=("--sim-time-scale", "2", "--num-blocks", "64"))
 PROMPT = [5] * 30
@@ -104,7 +105,7 @@ async def test_a_decode_without_descriptors_serves_whom_it_knows_and_then_everyb
                 await takes_no_stranger(endpoint)
         await takes_strangers(endpoint)
         for name in ("prefill-0", "decode-0", "decode-1"):
-            await asyncio.wait_for(until_nothing_is_held(endpoints[name]), 5)
+            await asyncio.wait_for(until_nothing_is_held(endpoints[name]), LIMIT_S)
 
 
 async def test_a_prefill_without_descriptors_turns_to_the_decode_it_knows_and_then_to_any() -> None:
@@ -114,9 +115,9 @@ async def test_a_prefill_without_descriptors_turns_to_the_decode_it_knows_and_th
             answers = await asyncio.gather(*(ask(client).collect() for _ in range(6)))
             assert {check(answer) for answer in answers} == {known}
             await takes_no_stranger(endpoints["prefill-0"])
-        await asyncio.wait_for(until_both_answer(client), 15)
+        await asyncio.wait_for(until_both_answer(client), LIMIT_S)
         for name in ("prefill-0", "decode-0", "decode-1"):
-            await asyncio.wait_for(until_nothing_is_held(endpoints[name]), 5)
+            await asyncio.wait_for(until_nothing_is_held(endpoints[name]), LIMIT_S)
 
 
 async def test_a_router_without_descriptors_goes_on_with_the_instances_it_is_connected_to() -> None:
@@ -138,5 +139,5 @@ async def test_a_router_without_descriptors_goes_on_with_the_instances_it_is_con
                 decode = successor.enter_context(server("decode", *again))
                 await asyncio.to_thread(ready, decode)
                 assert check(await ask(client).collect()) == "decode-1"
-            await asyncio.wait_for(until_both_answer(client), 15)
-        await asyncio.wait_for(until_nothing_is_held(endpoints["decode-1"]), 5)
+            await asyncio.wait_for(until_both_answer(client), LIMIT_S)
+        await asyncio.wait_for(until_nothing_is_held(endpoints["decode-1"]), LIMIT_S)

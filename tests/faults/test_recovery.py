@@ -7,6 +7,7 @@ import contextlib
 import os
 import signal
 from collections.abc import AsyncIterator
+from dataclasses import replace
 
 import grpc.aio
 
@@ -15,11 +16,12 @@ from pd_grpc.client import Answer, AsyncClient
 from pd_grpc.engine.sim_reference import sim_answer
 from pd_grpc.engine.sim_tokenizer import SimTokenizer
 from pd_grpc.engine.text import Detokenizer
+from pd_grpc.protocol.choices import choice_seed
 from pd_grpc.protocol.config import EngineConfig
 from pd_grpc.protocol.sampling import Sampling
 from pd_grpc.v1 import admin_pb2, admin_pb2_grpc, types_pb2
 from tests.router.test_end_to_end import until_computing, until_nothing_is_held
-from tests.waiting import until
+from tests.waiting import LIMIT_S, until
 
 VOCAB = 300
 """Most tokens are single bytes, so that any seam is in the middle of something."""
@@ -37,31 +39,41 @@ def sampling(n: int, max_tokens: int) -> Sampling:
 class Streaming:
     """One request as its client has it so far."""
 
-    def __init__(self, client: AsyncClient, prompt: list[int], sampling: Sampling) -> None:
+    def __init__(
+        self, client: AsyncClient, prompt: list[int], sampling: Sampling, n: int = 1
+    ) -> None:
         self.prompt, self.sampling = prompt, sampling
-        self.answer = Answer()
+        self.choices = [Answer() for _ in range(n)]
         self._generation = client.generate(
             token_ids=prompt,
             max_tokens=sampling.max_tokens,
             temperature=sampling.temperature,
             seed=sampling.seed,
             ignore_eos=True,
+            n=n,
         )
         self.reading = asyncio.create_task(self._read())
 
     async def _read(self) -> None:
         async for piece in self._generation:
-            self.answer.add(piece)
+            self.choices[piece.choice].add(piece)
+
+    @property
+    def begun(self) -> bool:
+        """Whether every choice has a token."""
+        return all(answer.token_ids for answer in self.choices)
 
     def check(self) -> None:
         """Everything is as if nobody had died."""
-        meant = sim_answer(self.prompt, self.sampling, EngineConfig(engine="sim", sim_vocab=VOCAB))
-        assert self.answer.token_ids == meant
-        whole = Detokenizer(SimTokenizer(VOCAB))
-        assert self.answer.text == whole.push(meant) + whole.finish()
-        assert self.answer.end is not None
-        counted = self.answer.end.prompt_tokens, self.answer.end.completion_tokens
-        assert counted == (len(self.prompt), len(meant))
+        for choice, answer in enumerate(self.choices):
+            sampling = replace(self.sampling, seed=choice_seed(self.sampling.seed, choice))
+            meant = sim_answer(self.prompt, sampling, EngineConfig(engine="sim", sim_vocab=VOCAB))
+            assert answer.token_ids == meant
+            whole = Detokenizer(SimTokenizer(VOCAB))
+            assert answer.text == whole.push(meant) + whole.finish()
+            assert answer.end is not None
+            counted = answer.end.prompt_tokens, answer.end.completion_tokens
+            assert counted == (len(self.prompt), len(meant))
 
 
 @contextlib.asynccontextmanager
@@ -95,18 +107,20 @@ async def test_no_client_hears_of_a_prefill_and_a_decode_that_are_killed() -> No
             attempts_of(running.router_endpoint) as attempts,
         ):
             answers = [Streaming(client, [7 + n] * (20 + n), sampling(n, 90)) for n in range(6)]
-            await until(lambda: all(each.answer.token_ids for each in answers))
+            answers += [Streaming(client, [5] * 40, sampling(n, 90), n=3) for n in (1, 3)]
+            await until(lambda: all(each.begun for each in answers))
             assert not any(each.reading.done() for each in answers)
             os.kill(running.processes["decode-0"], signal.SIGKILL)
             async with until_computing(endpoints["prefill-0"]):
                 answers += [Streaming(client, [9 + n] * 600, sampling(n, 30)) for n in range(4)]
+                answers += [Streaming(client, [6] * 600, sampling(n, 30), n=3) for n in (1, 3)]
             os.kill(running.processes["prefill-0"], signal.SIGKILL)
             await asyncio.wait_for(asyncio.gather(*(each.reading for each in answers)), 30)
-            await until(lambda: len(attempts) == len(answers))
+            await until(lambda: len(attempts) == sum(len(each.choices) for each in answers))
         for each in answers:
             each.check()
         assert max(attempts.values()) > 1, attempts
         for survivor in ("prefill-1", "decode-1"):
-            await asyncio.wait_for(until_nothing_is_held(endpoints[survivor]), 10)
+            await asyncio.wait_for(until_nothing_is_held(endpoints[survivor]), LIMIT_S)
     finally:
         await asyncio.to_thread(running.__exit__, None, None, None)

@@ -21,7 +21,7 @@ from pd_grpc.engine.base import Tokenizer
 from pd_grpc.engine.load import load_tokenizer
 from pd_grpc.v1 import admin_pb2, admin_pb2_grpc, types_pb2
 from tests.router.test_end_to_end import until_computing, until_nothing_is_held
-from tests.waiting import until
+from tests.waiting import LIMIT_S, until
 
 pytest.importorskip("transformers")
 
@@ -165,7 +165,7 @@ async def test_a_killed_decode_and_a_killed_prefill_change_no_text(scene: Scene)
             inside = [n for n in went_on if cut_inside(tokenizer, meant[n], seams[f"r{n}"])]
             assert inside, "no token ended inside a character when its D was killed"
         for survivor in ("prefill-1", "decode-1"):
-            await asyncio.wait_for(until_nothing_is_held(endpoints[survivor]), 10)
+            await asyncio.wait_for(until_nothing_is_held(endpoints[survivor]), LIMIT_S)
     finally:
         await asyncio.to_thread(running.__exit__, None, None, None)
 

@@ -21,7 +21,7 @@ LATER: dict[str, str] = {}
 """Cases that nothing here shows yet, and why."""
 
 IN_PART = {
-    "F7": "siblings of one request: today they are refused, and n answers are n transfers",
+    "F7": "siblings of one request: P and D refuse them, and n choices are n transfers",
     "F32": "unequal tensor parallelism: today it is refused",
     "F56": "adapters and images: today they are refused",
     "F62": "penalties: today they are refused",

@@ -10,7 +10,7 @@ import threading
 from pd_grpc.protocol.faults import Fault, Reason
 from pd_grpc.v1 import admin_pb2, types_pb2
 from tests.prefill.cluster import answer_to, request_to, running
-from tests.waiting import until
+from tests.waiting import LIMIT_S, until
 
 PREPARED = types_pb2.TRANSFER_STATE_PREPARED
 
@@ -36,15 +36,18 @@ async def test_stopping_fails_what_is_in_flight_and_leaves_no_thread_behind() ->
         await until(lambda: len(p.view.transfers()) == len(requests))
         held.release()
         await cluster.stop(p)
-        both = await asyncio.wait_for(asyncio.gather(*legs), 10)
-        outcomes = [*await asyncio.wait_for(asyncio.gather(*alone), 10), *itertools.chain(*both)]
+        both = await asyncio.wait_for(asyncio.gather(*legs), LIMIT_S)
+        outcomes = [
+            *await asyncio.wait_for(asyncio.gather(*alone), LIMIT_S),
+            *itertools.chain(*both),
+        ]
         for outcome in outcomes:
             assert isinstance(outcome.fault, Fault)
             assert outcome.fault.reason in (Reason.DRAINING, Reason.PREFILL_LOST)
         assert pool.in_flight == pool.granted == 0
         taken.release()
         # A thread of grpc's that carried out the last callbacks ends a moment later.
-        await until(lambda: _threads() <= threads, 10)
+        await until(lambda: _threads() <= threads)
 
 
 async def test_stopping_ends_allocates_in_flight_and_d_forgets_them() -> None:
@@ -59,16 +62,16 @@ async def test_stopping_ends_allocates_in_flight_and_d_forgets_them() -> None:
         pool = p.machine.placement.pool
         await until(lambda: len(p.view.transfers()) == len(d.view.transfers()) == len(legs))
         await until(lambda: pool.in_flight == 4 and len(d.machine.ledger.reservations) == 4)
-        await asyncio.wait_for(cluster.stop(p), 10)
+        await asyncio.wait_for(cluster.stop(p), LIMIT_S)
         # Those too that P had not asked D for yet: their clients wait there all the same.
-        both = await asyncio.wait_for(asyncio.gather(*legs), 10)
+        both = await asyncio.wait_for(asyncio.gather(*legs), LIMIT_S)
         for outcome in itertools.chain(*both):
             assert isinstance(outcome.fault, Fault)
             assert outcome.fault.reason in (Reason.DRAINING, Reason.PREFILL_LOST)
         assert (pool.in_flight, len(d.machine.ledger.reservations)) == (0, 0)
         assert d.view.transfers() == []
         taken.release()
-        await until(lambda: _threads() <= threads, 10)
+        await until(lambda: _threads() <= threads)
 
 
 async def test_a_pause_stops_what_is_new_and_resume_goes_on() -> None:

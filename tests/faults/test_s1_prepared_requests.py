@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 
 from tests.prefill.cluster import answer_to, request_to, running
-from tests.waiting import until
+from tests.waiting import LIMIT_S, until
 
 WAITING = 40
 
@@ -26,7 +26,7 @@ async def test_a_slow_decode_stops_no_request_that_is_prepared() -> None:
         await until(lambda: pool.in_flight > 30)
         held.release()
         p.runtime.wake()
-        outcomes = await asyncio.wait_for(asyncio.gather(*first), 10)
+        outcomes = await asyncio.wait_for(asyncio.gather(*first), LIMIT_S)
         assert [generate.tokens for _, generate in outcomes] == [answer_to(r) for r in prepared]
         # D had no block for them but those that the first have given back since.
         assert not all(task.done() for task in rest), "the others still wait for D"

@@ -7,7 +7,7 @@ import threading
 
 from pd_grpc.v1 import prefill_pb2, sampling_pb2, types_pb2
 from tests.prefill.cluster import Cluster, Request
-from tests.waiting import until
+from tests.waiting import LIMIT_S, until
 
 
 def _request(endpoint: str, seed: int) -> Request:
@@ -32,7 +32,7 @@ async def test_a_decode_that_takes_no_kv_delays_only_its_own_requests() -> None:
         for n in range(20, 24):
             request = _request(free.endpoint, n)
             generate = asyncio.ensure_future(cluster.run_generate(free, request))
-            outcome = await asyncio.wait_for(cluster.run_prefill(p, request), 5)
+            outcome = await asyncio.wait_for(cluster.run_prefill(p, request), LIMIT_S)
             assert outcome.fault is None
             assert len((await generate).tokens) == 4
         assert types_pb2.TRANSFER_STATE_SENDING in _states(p), "D0 still takes nothing"

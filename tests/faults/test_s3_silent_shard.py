@@ -7,7 +7,7 @@ import threading
 
 from pd_grpc.protocol.faults import Fault, Reason
 from tests.prefill.cluster import answer_to, request_to, running
-from tests.waiting import until
+from tests.waiting import LIMIT_S, until
 
 PROGRESS_S = 0.5
 
@@ -25,9 +25,9 @@ async def test_a_shard_that_never_answers_fails_its_transfer_and_no_other() -> N
             await until(lambda: bool(p.view.transfers()))
             for n in range(4):
                 request = request_to(free, random_seed=n)
-                prefill, generate = await asyncio.wait_for(cluster.run(p, free, request), 5)
+                prefill, generate = await asyncio.wait_for(cluster.run(p, free, request), LIMIT_S)
                 assert prefill.fault is None and generate.tokens == answer_to(request)
-            outcome = await asyncio.wait_for(lost, 10)
+            outcome = await asyncio.wait_for(lost, LIMIT_S)
             assert isinstance(outcome.fault, Fault), outcome.fault
             assert outcome.fault.reason is Reason.DECODE_LOST, "another D may take it"
             again = request_to(free, random_seed=9)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 from pd_grpc.decode.server import start_decode
 from pd_grpc.decode.service import Context, DecodeService
-from pd_grpc.engine.base import EngineFault, PrefillChunk, Sampled
+from pd_grpc.engine.base import DecodeSlot, EngineFault, PrefillChunk, Sampled
 from pd_grpc.engine.sim import SimEngine
 from pd_grpc.protocol.config import DecodeConfig
 from pd_grpc.protocol.faults import Fault, Reason
@@ -46,6 +46,33 @@ async def test_an_exception_fails_its_own_request_with_its_cause_and_no_other() 
         await cluster.all_returned()
         again = request_to(d, random_seed=10)
         assert (await cluster.run(p, d, again))[1].tokens == answer_to(again)
+
+
+class PoisonedDecode(SimEngine):
+    """Cannot go on in a step that a request of one seed is in."""
+
+    def decode(self, batch: Sequence[DecodeSlot]) -> list[Sampled]:
+        if any(slot.sample.sampling.seed == POISON for slot in batch):
+            raise EngineFault("the token is poison")
+        return super().decode(batch)
+
+
+async def test_an_exception_in_ds_step_fails_its_own_request_with_its_cause_and_no_other() -> None:
+    async with running() as cluster:
+        p, d = await cluster.prefill(), await cluster.decode(engine=PoisonedDecode)
+        asked = [
+            request_to(d, tokens=10, max_tokens=40, random_seed=n, seed=n + 1, ignore_eos=True)
+            for n in range(7)
+        ]
+        bad = request_to(d, tokens=10, max_tokens=40, random_seed=9, seed=POISON, ignore_eos=True)
+        outcomes = await asyncio.gather(
+            *(cluster.run(p, d, request) for request in [*asked[:3], bad, *asked[3:]])
+        )
+        _, generate = outcomes.pop(3)
+        assert isinstance(generate.fault, Fault)
+        assert generate.fault.reason is Reason.ENGINE_ERROR and "poison" in generate.fault.message
+        assert [generate.tokens for _, generate in outcomes] == [answer_to(r) for r in asked]
+        await cluster.all_returned()
 
 
 class Stumbles(DecodeService):

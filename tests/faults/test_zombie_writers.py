@@ -225,3 +225,46 @@ async def test_a_prefill_lets_go_of_the_memory_of_a_killed_decode() -> None:
         for leg in await legs:
             assert leg.fault is not None
         await until(lambda: not maps(pool))
+
+
+@pytest.mark.parametrize("then", [SHARED, ("inline",)])
+async def test_a_prefill_lets_go_of_the_memory_of_a_decode_that_is_restarted_under_it(
+    then: tuple[str, ...],
+) -> None:
+    """Its session never ends: the successor answers at the same address before P gives D up."""
+    command = (sys.executable, "-m", "pd_grpc.servers.decode", *SIM, "--grace-s", "30")
+    first, second = ("--transports", "shm,inline"), ("--transports", ",".join(then))
+    async with running() as cluster:
+        p = await cluster.prefill(transports=SHARED)
+        async with decode_process(*command, *first, "--sim-time-scale", "20") as (process, at):
+            served = await cluster.run(p, at, request_to(at.endpoint))  # type: ignore[arg-type]
+            assert served[1].tokens == answer_to(request_to(at.endpoint))
+            lent = pool_of(process.pid)
+            assert maps(lent)
+            request = request_to(at.endpoint, tokens=200, random_seed=5)
+            legs = asyncio.create_task(cluster.run(p, at, request, 40))  # type: ignore[arg-type]
+            await until(lambda: any(r.grant for r in p.machine.requests.in_flight.values()))
+        (session,) = p.machine.conversations.all()
+        port = at.endpoint.rpartition(":")[2]
+        async with decode_process(*command, *second, "--port", port) as (process, at):
+            assert all(leg.fault is not None for leg in await legs)
+            request = request_to(at.endpoint, random_seed=6)
+            served = await cluster.run(p, at, request)  # type: ignore[arg-type]
+            assert served[1].tokens == answer_to(request)
+            assert p.machine.conversations.all() == [session], "it went on"
+            await until(lambda: not maps(lent))
+            if then == SHARED:
+                assert maps(pool_of(process.pid))
+
+
+@contextlib.asynccontextmanager
+async def decode_process(*command: str) -> AsyncIterator[tuple[asyncio.subprocess.Process, _at]]:
+    """A D, which is killed at the end."""
+    process = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE)
+    try:
+        assert process.stdout is not None
+        ready = await asyncio.wait_for(process.stdout.readline(), START_S)
+        yield process, _at(ready.decode().split()[3])
+    finally:
+        process.kill()
+        await process.wait()

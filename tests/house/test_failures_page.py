@@ -13,7 +13,7 @@ from pd_grpc.protocol.faults import STATUS_TABLE, Code, Reason, Retry
 from pd_grpc.router.server import start_router
 from pd_grpc.telemetry import names
 from pd_grpc.telemetry.log_events import Event
-from pd_grpc.v1 import admin_pb2, types_pb2
+from pd_grpc.v1 import admin_pb2, layout_pb2, types_pb2
 from tests.house.pages import ROOT
 from tools.proto_source import read_protos
 
@@ -78,7 +78,12 @@ def test_every_flag_is_there() -> None:
 def test_every_state_stage_and_field_is_one_of_the_protocol() -> None:
     files = read_protos()
     fields = {f.name for file in files for m in file.types for f in getattr(m, "fields", ())}
-    enums = (admin_pb2.Health, types_pb2.TransferState, admin_pb2.BlockState)
+    enums = (
+        admin_pb2.Health,
+        types_pb2.TransferState,
+        admin_pb2.BlockState,
+        layout_pb2.Transport,
+    )
     values = (value for enum in enums for value in enum.DESCRIPTOR.values_by_name)
     states = {re.sub(r"^[A-Z]+?(_STATE)?_", "", value).lower() for value in values}
     prose = (ROOT / "protos" / "pd_grpc" / "v1" / "types.proto").read_text(encoding="utf-8")

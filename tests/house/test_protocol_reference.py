@@ -107,9 +107,10 @@ def test_everything_in_the_protos_has_a_comment_in_the_reference(files: list[Fil
 
 def test_reserved_fields_and_values_are_marked(files: list[File]) -> None:
     made = reference(files)
-    for name in ("min_p", "draft_token_ids", "grant_needs_client", "TRANSPORT_NIXL"):
+    for name in ("prompt_logprobs", "draft_token_ids", "grant_needs_client", "PLANE_KIND_STATE"):
         assert f"`{name}` *(reserved)*" in made
     assert "`temperature` *(reserved)*" not in made
+    assert "`min_p` *(reserved)*" not in made
 
 
 def test_what_was_given_up_stays_in_the_reference() -> None:

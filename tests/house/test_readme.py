@@ -50,6 +50,12 @@ def test_the_commands_of_a_page_are_there(page: Path) -> None:
     assert [(words, bad) for words in commands_of(page) if (bad := unknown_words(words))] == []
 
 
+def test_every_setting_of_every_role_is_in_a_table_of_the_readme() -> None:
+    tables = re.findall(r"^\| `(--[a-z-]+)` \|", README.read_text(encoding="utf-8"), re.MULTILINE)
+    flags = {row.flag for role in ROLES.values() for row in settings_table(role)}
+    assert flags - set(tables) == set()
+
+
 def test_commands_that_are_not_there_are_found(tmp_path: Path) -> None:
     page = tmp_path / "page.md"
     calls = [

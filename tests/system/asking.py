@@ -17,6 +17,7 @@ class Reply:
     token_ids: list[int] = field(default_factory=list)
     text: str = ""
     last: inference_pb2.GenerateResponse = field(default_factory=inference_pb2.GenerateResponse)
+    logprobs: list[types_pb2.PositionLogprobs] = field(default_factory=list)
 
     @property
     def essence(self) -> tuple[list[int], str, types_pb2.FinishReason, bytes]:
@@ -48,6 +49,7 @@ async def ask(
     async for part in stub.Generate(message, timeout=timeout_s):
         reply.token_ids += part.token_ids
         reply.text += part.text
+        reply.logprobs += part.logprobs
         reply.last = part
     return reply
 

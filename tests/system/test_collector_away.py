@@ -30,11 +30,11 @@ QUICK = {
     "OTEL_METRIC_EXPORT_INTERVAL": "300",
     "PD_TRACES_KEPT": "0",
 }
-WARM, MEASURED = 100, 300
-GROWTH_MIB = 6
-"""What a server may grow by over `MEASURED` requests: 1 to 2 MiB is seen, and 15 on D and 12 on P
-where the queue of spans has no end."""
-PLAIN_STOP_S = 5.0
+WARM, MEASURED = 60, 200
+GROWTH_MIB = 3
+"""What a server may grow by over `MEASURED` requests: 1 to 2 MiB is seen, and 4 on P and on D where
+the queue of spans has no end."""
+PLAIN_STOP_S = 30.0
 """What a stop may take where there is no collector at all, on a busy machine."""
 
 
@@ -73,8 +73,8 @@ def mib(server: psutil.Process) -> float:
 
 
 def wait_for(condition: Callable[[], bool], what: str) -> None:
-    """Until it holds, for 30 s at most."""
-    until = time.monotonic() + 30
+    """Until it holds, for a minute at most."""
+    until = time.monotonic() + 60
     while not condition():
         assert time.monotonic() < until, what
         time.sleep(0.02)
@@ -86,7 +86,7 @@ def stopped_in_time(running: RunningSystem) -> Iterator[None]:
     yield
     began = time.monotonic()
     running.process.terminate()
-    assert running.process.wait(30) == 0
+    assert running.process.wait(60) == 0
     assert time.monotonic() - began < 2 * STOP_S + PLAIN_STOP_S
 
 
@@ -109,9 +109,8 @@ def test_a_backend_that_is_down_or_slow_costs_no_request_and_no_memory(
                 away = f"{signal} are dropped until the collector takes them"
                 wait_for(partial(_have_said, running, away, SERVERS), away)
         log = running.log()
-    # A request that waited for an export would have taken as long as one.
-    assert max(took) < ATTEMPT_S
-    assert sorted(took)[len(took) // 2] < ATTEMPT_S / 10
+    # Requests that waited for exports would have taken as long as those, each of them.
+    assert sum(took) < MEASURED * ATTEMPT_S / 2
     assert max(grown.values()) < GROWTH_MIB, grown
     warnings = [line for line in log.splitlines() if " WARNING " in line or " ERROR " in line]
     assert [line for line in warnings if "opentelemetry" in line] == []

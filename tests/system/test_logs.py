@@ -215,11 +215,11 @@ async def test_a_client_that_leaves_before_the_first_token_has_one_line(lines: L
 
 
 async def test_a_deadline_has_one_line_on_the_router_that_names_the_stage(lines: Lines) -> None:
-    async with asking() as (servers, stub):
+    async with asking(hop_margin_s=1.0, router_settings={"hop_margin_s": 1.0}) as (servers, stub):
         pool = servers.decodes[0].pool
         taken = pool.reserve(pool.total, owner="the test")
         try:
-            late = await asked(stub, prompt(), timeout_s=0.8)
+            late = await asked(stub, prompt(), timeout_s=4.0)
         finally:
             taken.release()
             servers.decodes[0].runtime.wake()

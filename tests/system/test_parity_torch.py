@@ -33,8 +33,8 @@ CHUNK = 128
 SHORT = (1, 2, 15, 16, 17, 31, 32, 33)
 # Below, at and above one chunk; the longest.
 LONG = (127, 128, 129, 2000)
-# Below, at and above some chunks.
-LONGER = (511, 512, 513)
+# Above some chunks, and below, at and above some more.
+LONGER = (257, 511, 512, 513)
 AT_ONCE = 8
 PROMPTS = Path(__file__).parent / "prompts.jsonl"
 LONG_TEXT = Path(__file__).parent.parent.parent / "LICENSE"
@@ -51,6 +51,7 @@ def another_pool(model: TorchEngine) -> Callable[[EngineConfig], Engine]:
         return TorchEngine(
             model.name,
             model._model,
+            model._passing,
             model._tokenizer,
             model.layout,
             config.num_blocks,
@@ -160,7 +161,7 @@ async def _assert_alike_in_all_ways(clusters: tuple[Cluster, Cluster], asked: As
 async def test_apart_and_in_a_crowd_the_answer_is_that_of_one_server_asked_alone(
     both: tuple[Cluster, Cluster], chats: list[list[int]], texts: dict[int, list[int]]
 ) -> None:
-    asked = greedy([*chats[::10], texts[513]]) + seeded([*chats[5::10], texts[129]])
+    asked = greedy([*chats[::10], texts[257]]) + seeded([*chats[5::10], texts[129]])
     alone = await ask_together(both, asked, 1)
     assert_alike(asked, alone, await ask_apart(both, asked, AT_ONCE))
 

@@ -249,7 +249,7 @@ async def told(admin: admin_pb2_grpc.AdminServiceStub, asked: Asked) -> Partitio
     until = time.monotonic() + _SETTLED_S
     while True:
         answer = await admin.GetTrace(
-            admin_pb2.GetTraceRequest(id=asked.trace_id, peers=True), timeout=10
+            admin_pb2.GetTraceRequest(id=asked.trace_id, peers=True), timeout=60
         )
         found = requests(read_spans(answer.spans))
         if len(found) == 1 and partition(found[0]).to_first_s is not None:

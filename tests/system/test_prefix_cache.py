@@ -178,7 +178,7 @@ async def test_a_salt_that_is_too_long_is_refused(aggregated: bool) -> None:
     async with cluster(aggregated=aggregated) as running, running.client() as stub:
         message = request(PROMPT, SAMPLING)
         message.scope.cache_salt = b"s" * 65
-        fault = await fault_of(stub.Generate(message, timeout=10))
+        fault = await fault_of(stub.Generate(message, timeout=60))
         assert fault.reason is Reason.BAD_REQUEST
         assert [field.field for field in fault.fields] == ["scope.cache_salt"]
 

@@ -1,10 +1,10 @@
-"""One request is one trace, and its stages add up to the time to its first token."""
+"""One request is one trace, whose stages follow one another."""
 
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Sequence
+from itertools import pairwise
 
 import grpc
 import grpc.aio
@@ -42,11 +42,7 @@ SPANS = {
     "pd.receive",
     "pd.decode",
 }
-STAGES = ("pd.route", "pd.queue", "pd.prepare", "pd.compute", "pd.first_token")
-
-
-def _length_s(spans: Sequence[ReadableSpan]) -> float:
-    return sum((s.end_time or 0) - (s.start_time or 0) for s in spans) / 1e9
+STAGES_OF_P = ("pd.queue", "pd.prepare", "pd.compute", "pd.first_token")
 
 
 def _check_calls(calls: Sequence[ReadableSpan]) -> None:
@@ -67,26 +63,22 @@ def _check_calls(calls: Sequence[ReadableSpan]) -> None:
         assert span.attributes["pd.outcome"] == "ok"
 
 
-async def test_a_request_is_one_trace_whose_stages_sum_to_the_time_to_first_token() -> None:
+async def test_a_request_is_one_trace_whose_stages_at_p_adjoin() -> None:
     exporter = InMemorySpanExporter()
     provider = TracerProvider()
     provider.add_span_processor(SimpleSpanProcessor(exporter))
-    # Steps long enough that the few milliseconds between processes are within 5%.
-    async with cluster(provider=provider, sim_time_scale=4.0) as running:
+    async with cluster(provider=provider) as running:
         async with running.client() as stub:
             warm = request([7] * 64, Sampling(max_tokens=2, temperature=0.0))
             async for _ in stub.Generate(warm, timeout=60):
                 pass
             exporter.clear()
-            asked_at = time.monotonic()
-            first_at = 0.0
             message = request(
                 list(range(3, 1200)), Sampling(max_tokens=8, temperature=0.0, ignore_eos=True)
             )
             traceparent = ("traceparent", f"00-{'ab' * 16}-{'cd' * 8}-01")
-            async for part in stub.Generate(message, timeout=60, metadata=(traceparent,)):
-                if part.token_ids and not first_at:
-                    first_at = time.monotonic()
+            async for _ in stub.Generate(message, timeout=60, metadata=(traceparent,)):
+                pass
         await until(lambda: {s.name for s in exporter.get_finished_spans()} >= SPANS)
     spans = [s for s in exporter.get_finished_spans() if s.name != "pd.step"]
     of_request = [s for s in spans if s.name in SPANS]
@@ -103,8 +95,11 @@ async def test_a_request_is_one_trace_whose_stages_sum_to_the_time_to_first_toke
         assert span.attributes["pd.outcome"] == "ok", span.name
         assert span.attributes["pd.attempt"] == 1
     assert len({(s.attributes or {})["pd.transfer_id"] for s in of_request}) == 1
-    stages = _length_s([s for s in of_request if s.name in STAGES])
-    assert abs(stages - (first_at - asked_at)) <= 0.05 * (first_at - asked_at)
+    stages = [s for s in of_request if s.name in STAGES_OF_P]
+    times = sorted((s.start_time or 0, s.end_time or 0, s.name) for s in stages)
+    assert {name for _, _, name in times} == set(STAGES_OF_P)
+    for (_, before, name), (after, _, following) in pairwise(times):
+        assert abs(after - before) <= 1000, f"{after - before} ns from {name} to {following}"
     steps = [s for s in exporter.get_finished_spans() if s.name == "pd.step"]
     decode = next(s for s in of_request if s.name == "pd.decode")
     linked = [s for s in steps if any(x.context.span_id == decode.context.span_id for x in s.links)]
@@ -127,11 +122,11 @@ async def test_what_a_request_says_enters_no_span() -> None:
             async with grpc.aio.insecure_channel(endpoint) as channel:
                 stub = inference_pb2_grpc.InferenceServiceStub(channel)
                 with pytest.raises(grpc.aio.AioRpcError, match=str(told)):
-                    await anext(aiter(stub.Generate(bad, timeout=20)))
+                    await anext(aiter(stub.Generate(bad, timeout=60)))
         async with grpc.aio.insecure_channel(p.endpoint) as channel:
             prefill = prefill_pb2_grpc.PrefillServiceStub(channel)
             with pytest.raises(grpc.aio.AioRpcError, match=str(told)):
-                await anext(aiter(prefill.Prefill(sent, timeout=20)))
+                await anext(aiter(prefill.Prefill(sent, timeout=60)))
         ended = {"pd.request", "pd.prefill_request"}
         await until(lambda: ended <= {span.name for span in recorder.spans})
     for span in recorder.spans:

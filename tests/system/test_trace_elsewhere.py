@@ -35,7 +35,7 @@ async def told(running: Cluster, trace_id: str) -> Partition:
     async with grpc.aio.insecure_channel(running.router.endpoint) as channel:
         admin = admin_pb2_grpc.AdminServiceStub(channel)
         request = admin_pb2.GetTraceRequest(id=trace_id, peers=True)
-        answer = await admin.GetTrace(request, timeout=10)
+        answer = await admin.GetTrace(request, timeout=60)
     (found,) = requests(read_spans(answer.spans))
     return partition(found)
 
