@@ -10,12 +10,16 @@ from collections.abc import Callable, Sequence
 
 from tools import (
     case_tables,
+    engine_speed,
+    kv_page,
+    load_figures,
     log_tables,
     observability_page,
     prepare_figures,
     prepare_knobs,
     protocol_reference,
     readme_tables,
+    serve_page,
     sim_page,
 )
 from tools.marked_parts import Parts, with_parts
@@ -24,10 +28,13 @@ from tools.proto_source import ROOT, read_protos
 PAGES: dict[str, Callable[[], Parts]] = {
     "README.md": lambda: readme_tables.TABLES,
     "docs/conformance.md": lambda: case_tables.TABLES,
+    "docs/engine.md": lambda: {**engine_speed.PARTS, **load_figures.PARTS},
+    "docs/kv.md": lambda: kv_page.PARTS,
     "docs/logs.md": lambda: log_tables.TABLES,
     "docs/observability.md": lambda: observability_page.PARTS,
     "docs/prepare.md": lambda: {**prepare_knobs.PARTS, **prepare_figures.PARTS},
     "docs/protocol.md": lambda: protocol_reference.parts(read_protos()),
+    "docs/serve.md": lambda: serve_page.PARTS,
     "docs/sim.md": lambda: sim_page.PARTS,
 }
 """What makes the parts of each page."""

@@ -13,6 +13,7 @@ from pd_grpc.protocol.config import (
     ServerConfig,
     Sizes,
     Timeouts,
+    TransportConfig,
     TurnConfig,
 )
 from pd_grpc.protocol.faults import STATUS_TABLE
@@ -50,6 +51,7 @@ TABLES: Parts = {
     "sizes": lambda: settings(Sizes),
     "engine": lambda: settings(EngineConfig),
     "turns": lambda: settings(TurnConfig),
+    "transports": lambda: settings(TransportConfig),
     "servers": lambda: settings(ServerConfig, without=_TimeoutsAndSizes),
     "router": lambda: settings(RouterConfig, without=ServerConfig),
     "decode": lambda: settings(DecodeConfig, without=PrefillConfig),
