@@ -39,6 +39,8 @@ class Sink:
     async def do(self, command: Mapping[str, Any]) -> Any:
         if command["do"] == "take":
             return self._listeners[command["listener"]].take()
+        if command["do"] == "look":
+            return self._listeners[command["listener"]].look()
         raise ValueError(f"do: {command['do']!r} is nothing that a sink does")
 
     async def stop(self) -> None:
@@ -86,29 +88,41 @@ class _Listener(grpc.GenericRpcHandler):  # type: ignore[type-arg]  # generic in
         """What came since it was asked last."""
         traces, metrics = list(self._spans), list(self._metrics)
         del self._spans[: len(traces)], self._metrics[: len(metrics)]
-        return {
-            **count_spans(traces),
-            "span_exports": len(traces),
-            "span_bytes": sum(map(len, traces)),
-            "metric_exports": len(metrics),
-            "metric_bytes": sum(map(len, metrics)),
-        }
+        return _counted(traces, metrics)
+
+    def look(self) -> dict[str, Any]:
+        """What `take` would return. It stays."""
+        return _counted(list(self._spans), list(self._metrics))
+
+
+def _counted(traces: Sequence[bytes], metrics: Sequence[bytes]) -> dict[str, Any]:
+    return {
+        **count_spans(traces),
+        "span_exports": len(traces),
+        "span_bytes": sum(map(len, traces)),
+        "metric_exports": len(metrics),
+        "metric_bytes": sum(map(len, metrics)),
+    }
 
 
 def count_spans(exports: Sequence[bytes]) -> dict[str, Any]:
-    """Spans in serialized exports: how many, how many by name, how many traces have one of a
-    request, how many such spans most traces have (the median), and how many are `missing` where a
-    trace has fewer: all requests of a load go the same way and leave alike many. The steps of an
-    engine serve many requests and belong to none."""
+    """Spans in serialized exports: how many, how many by name, how many traces have a request, how
+    many spans most of those have (the median), and how many are `missing` where such a trace has
+    fewer: all requests of a load go the same way and leave alike many. The steps of an engine
+    serve many requests and belong to none; a trace without its request is the end of one that was
+    counted before."""
     by_name: Counter[str] = Counter()
     of_trace: Counter[bytes] = Counter()
+    requests: set[bytes] = set()
     for export in exports:
         for resource in ExportTraceServiceRequest.FromString(export).resource_spans:
             for scope in resource.scope_spans:
                 for span in scope.spans:
                     by_name[span.name] += 1
                     of_trace[span.trace_id] += span.name != names.SPAN_STEP
-    sizes = [size for size in of_trace.values() if size]
+                    if span.name == names.SPAN_REQUEST:
+                        requests.add(span.trace_id)
+    sizes = [of_trace[trace] for trace in requests]
     whole = percentile(sizes, 0.5) if sizes else 0
     return {
         "spans": by_name.total(),

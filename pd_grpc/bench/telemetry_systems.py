@@ -22,6 +22,9 @@ KEPT: int = TelemetryConfig().traces_kept
 """What the servers keep by default."""
 _LOOK_S = 0.02
 _MARGIN_S = 30.0
+_LATE_S = 10.0
+"""How long spans may come after the flush that follows the last answer. A server ends those of a
+call when it sees the call's end, which the client may see before."""
 
 
 @dataclass(frozen=True)
@@ -33,6 +36,11 @@ class Variant:
     otlp: bool = False
     sampler: Mapping[str, str] = field(default_factory=dict)
     traces_kept: int = KEPT
+
+    @property
+    def records_all(self) -> bool:
+        """Whether every request leaves its spans at the collector."""
+        return self.otlp and self.sampler.get("OTEL_TRACES_SAMPLER") == "parentbased_always_on"
 
 
 VARIANTS: Mapping[str, Variant] = {
@@ -121,17 +129,18 @@ class Systems:
             at_once=load.at_once,
             limit_s=load.limit_s,
         )
-        await asyncio.gather(*(server.do("flush") for server in servers.values()))
+        await _flush(servers)
         wall_s = time.monotonic() - begun
         after = _cpu_s(workers)
+        right = len(asked["ended_s"])
         return Leg(
             variant,
-            len(asked["ended_s"]) / max(asked["ended_s"], default=math.inf),
-            len(asked["ended_s"]),
+            right / max(asked["ended_s"], default=math.inf),
+            right,
             asked["wrong"],
             wall_s,
             {name: after[name] - before[name] for name in after},
-            await self._take(variant),
+            await self._take(variant, right),
         )
 
     async def run_together(self, load: Load) -> list[Leg]:
@@ -140,11 +149,24 @@ class Systems:
         legs = await asyncio.gather(*(self.run(variant, load) for variant in self._clusters))
         return [replace(leg, cpu_s={**leg.cpu_s, SINK: 0.0}) for leg in legs]
 
-    async def _take(self, variant: str) -> Mapping[str, Any]:
-        """What the collector got of it. One may ask it at a time."""
+    async def _take(self, variant: str, requests: int) -> Mapping[str, Any]:
+        """What the collector got of it, when nothing is missing any more of `requests` that are
+        recorded, or `_LATE_S` have gone by. One may ask the collector at a time."""
+        wanted = requests if VARIANTS[variant].records_all else 0
+        until = time.monotonic() + _LATE_S
         async with self._taking:
+            while time.monotonic() < until:
+                seen = await self._sink.do("look", listener=variant)
+                if seen["traces"] >= wanted and not seen["missing"]:
+                    break
+                await asyncio.sleep(_LOOK_S)
+                await _flush(self._clusters[variant])
             counted: Mapping[str, Any] = await self._sink.do("take", listener=variant)
         return counted
+
+
+async def _flush(servers: Mapping[str, WorkerProcess]) -> None:
+    await asyncio.gather(*(server.do("flush") for server in servers.values()))
 
 
 def _cpu_s(workers: Mapping[str, WorkerProcess]) -> dict[str, float]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -98,14 +98,14 @@ def test_each_variant_comes_first_and_none_always_follows_the_same() -> None:
     assert len(before) > 1
 
 
-def exports(traces: Mapping[str, int]) -> list[bytes]:
+def exports(traces: Sequence[int], root: str = "pd.request") -> list[bytes]:
     """One export for each trace, with so many spans of a request and one step of an engine."""
     found = []
-    for name, spans in traces.items():
+    for spans in traces:
         exporter, provider = InMemorySpanExporter(), TracerProvider(shutdown_on_exit=False)
         provider.add_span_processor(SimpleSpanProcessor(exporter))
         tracer = provider.get_tracer("test")
-        with tracer.start_as_current_span(name):
+        with tracer.start_as_current_span(root):
             for _ in range(spans - 1):
                 tracer.start_span("pd.queue").end()
         tracer.start_span("pd.step").end()
@@ -114,10 +114,16 @@ def exports(traces: Mapping[str, int]) -> list[bytes]:
 
 
 def test_a_collector_counts_spans_by_name_and_what_a_trace_lacks() -> None:
-    counted = count_spans(exports({f"trace {n}": 5 for n in range(9)} | {"torn": 3}))
+    counted = count_spans(exports([5] * 9 + [3]))
     assert counted["spans"] == 9 * 5 + 3 + 10
     assert counted["by_name"]["pd.queue"] == 9 * 4 + 2 and counted["by_name"]["pd.step"] == 10
     assert (counted["traces"], counted["spans_of_a_trace"], counted["missing"]) == (10, 5, 2)
+
+
+def test_the_end_of_a_trace_whose_request_came_before_is_no_trace_and_lacks_nothing() -> None:
+    counted = count_spans(exports([5] * 3) + exports([1], root="pd_grpc.v1.DecodeService/Decode"))
+    assert counted["spans"] == 3 * 5 + 1 + 4
+    assert (counted["traces"], counted["spans_of_a_trace"], counted["missing"]) == (3, 5, 0)
 
 
 def test_nothing_is_counted_of_nothing() -> None:
