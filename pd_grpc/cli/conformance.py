@@ -16,7 +16,7 @@ import typer
 from pd_grpc.cli.console import EXIT_FAILED, describe, refuse, say_error, stderr, stdout
 from pd_grpc.cli.judging import Places, Run, role_of
 from pd_grpc.conformance.case import Broken, Case, Cases, answers_within
-from pd_grpc.conformance.report import as_table, explained
+from pd_grpc.conformance.report import as_table, explained, unsteady
 from pd_grpc.conformance.results_file import CannotWrite, ResultsFile
 from pd_grpc.conformance.run import Result
 from pd_grpc.protocol.endpoints import PortInUse, check_endpoint
@@ -83,6 +83,14 @@ def conformance(
             min=0.1, help="How long anything may take that the protocol gives no time of its own."
         ),
     ] = 5.0,
+    tries: Annotated[
+        int,
+        typer.Option(
+            min=1,
+            help="Run a case that fails again, up to so many times in all: on a machine that is "
+            "busy enough to miss the times that the subject announces.",
+        ),
+    ] = 1,
 ) -> None:
     """Drive an implementation through every case of the conformance kit.
 
@@ -99,7 +107,7 @@ def conformance(
         _place("--as-decode", as_decode, _DEFAULT.decode),
         _place("--as-alternate", as_alternate, _DEFAULT.alternate) if as_alternate != "" else "",
     )
-    run = Run(role, endpoint, _chosen(_all_cases(role, more_cases or ()), only or ()))
+    run = Run(role, endpoint, _chosen(_all_cases(role, more_cases or ()), only or ()), tries)
     run.heard.append(_tell_progress)
     file = None if json_file is None else _begun(json_file, run)
     answers_within(answer_s)
@@ -146,6 +154,8 @@ def _tell(run: Run) -> None:
         for result in run.results:
             if result.passed is False:
                 stdout.print(explained(result), markup=False, soft_wrap=True)
+        for line in unsteady(run.results):
+            stdout.print(line, markup=False, soft_wrap=True)
         stdout.print(_summary(run))
 
 

@@ -66,6 +66,7 @@ class Run:
     role: str
     endpoint: str
     cases: Sequence[Case[Any]]
+    tries: int = 1
     heard: list[Callable[[Result], None]] = field(default_factory=list)
     about: dict[str, Any] = field(default_factory=dict)
     results: list[Result] = field(default_factory=list)
@@ -82,7 +83,7 @@ class Run:
         try:
             async with role_of(self.role).meet(self.endpoint, places) as subject:
                 self.about |= {"name": subject.instance.name, "model": subject.info.model}
-                await run_cases(subject, self.cases, self._hear)
+                await run_cases(subject, self.cases, self._hear, self.tries)
         except asyncio.CancelledError:
             if self.stopped_by is None:
                 raise

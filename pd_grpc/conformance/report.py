@@ -34,6 +34,7 @@ def as_object(
                 "title": r.title,
                 "messages": r.messages,
                 "seconds": round(r.seconds, 3),
+                "failed_before": r.failed_before,
             }
             for r in results
         ],
@@ -46,8 +47,20 @@ def as_table(results: Sequence[Result]) -> Table:
     for column in ("case", "", "rule", "s"):
         table.add_column(column, overflow="fold", justify="right" if column == "s" else "left")
     for r in results:
-        table.add_row(r.id, _WORDS[r.passed], escape(r.rule), f"{r.seconds:.2f}")
+        word = _WORDS[r.passed]
+        if r.failed_before:
+            word += f", try {len(r.failed_before) + 1}"
+        table.add_row(r.id, word, escape(r.rule), f"{r.seconds:.2f}")
     return table
+
+
+def unsteady(results: Sequence[Result]) -> list[str]:
+    """A line for each case that passed, but not at its first try, and why that failed."""
+    return [
+        f"{r.id} passed at try {len(r.failed_before) + 1}; before: {r.failed_before[-1]}"
+        for r in results
+        if r.passed and r.failed_before
+    ]
 
 
 def explained(result: Result) -> str:
@@ -57,6 +70,7 @@ def explained(result: Result) -> str:
         f"  rule:  {result.rule}",
         f"  done:  {result.title}",
         f"  why:   {result.explanation}",
+        *(f"  before: {explanation}" for explanation in result.failed_before),
     ]
     if result.messages:
         lines.append("  the last messages (-> sent by the kit, <- by the subject):")

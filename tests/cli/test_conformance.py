@@ -17,10 +17,11 @@ from typer.testing import CliRunner
 
 from pd_grpc.cli.commands import app
 from tests.conformance.mutants.decode.sessions import welcome_without_a_session_id
-from tests.conformance.subjects import decode_server, prefill_server, router_server
+from tests.conformance.subjects import TRIES, decode_server, prefill_server, router_server
 from tests.house.pages import ROOT
 from tests.waiting import until
 
+PATIENT = ("--tries", str(TRIES))
 COMMAND = (sys.executable, "-m", "pd_grpc.cli.main", "conformance")
 
 
@@ -41,7 +42,9 @@ async def run(*arguments: str, cwd: Path | None = None) -> tuple[int, str]:
 async def test_a_subject_that_passes(tmp_path: Path) -> None:
     found = tmp_path / "found.json"
     async with decode_server() as d:
-        code, output = await run("--decode", d.endpoint, "--only", "D101", "--json", str(found))
+        code, output = await run(
+            "--decode", d.endpoint, "--only", "D101", "--json", str(found), *PATIENT
+        )
     assert code == 0, output
     assert "1 passed, 0 failed" in output
     (case,) = json.loads(found.read_text())["cases"]
@@ -51,7 +54,7 @@ async def test_a_subject_that_passes(tmp_path: Path) -> None:
 
 async def test_a_prefill_that_passes() -> None:
     async with prefill_server() as p:
-        code, output = await run("--prefill", p.endpoint, "--only", "P10")
+        code, output = await run("--prefill", p.endpoint, "--only", "P10", *PATIENT)
     assert code == 0, output
     assert "9 passed, 0 failed" in output
 
@@ -66,7 +69,7 @@ async def test_a_router_that_passes() -> None:
     prefill, decode, alternate = behind = [free_endpoint() for _ in range(3)]
     options = ("--as-prefill", prefill, "--as-decode", decode, "--as-alternate", alternate)
     async with router_server(*behind) as router:
-        code, output = await run("--router", router.endpoint, *options, "--only", "R20")
+        code, output = await run("--router", router.endpoint, *options, "--only", "R20", *PATIENT)
     assert code == 0, output
     assert "8 passed, 0 failed" in output
 
@@ -75,7 +78,7 @@ async def test_a_router_without_an_alternate_is_judged_by_the_other_cases() -> N
     prefill, decode = behind = [free_endpoint() for _ in range(2)]
     options = ("--as-prefill", prefill, "--as-decode", decode, "--as-alternate", "")
     async with router_server(*behind) as router:
-        code, output = await run("--router", router.endpoint, *options, "--only", "R20")
+        code, output = await run("--router", router.endpoint, *options, "--only", "R20", *PATIENT)
     assert code == 0, output
     assert "5 passed, 0 failed, 3 do not apply" in output
 

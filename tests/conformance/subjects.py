@@ -25,6 +25,10 @@ SHORT: dict[str, Any] = {
 }
 """What Welcome announces, so that the kit's waits are short."""
 
+TRIES = 3
+"""How often a case may fail before a server that should pass has failed it. Beside other tests a
+process may stand still for longer than `SHORT` allows, or what the kit itself announces."""
+
 DECODE: dict[str, Any] = {
     "name": "d",
     "engine": "sim",

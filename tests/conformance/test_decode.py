@@ -10,7 +10,7 @@ from pd_grpc.conformance.run import run_cases
 from tests.conformance.mutants.decode import DECODE_MUTANTS
 from tests.conformance.mutants.judging import assert_found
 from tests.conformance.mutants.registry import Mutant
-from tests.conformance.subjects import decode_server
+from tests.conformance.subjects import TRIES, decode_server
 
 
 @pytest.mark.longest
@@ -18,7 +18,7 @@ from tests.conformance.subjects import decode_server
 async def test_our_decode_passes_whole() -> None:
     async with decode_server() as d:
         async with open_decode(d.endpoint) as subject:
-            results = await run_cases(subject, DECODE_CASES)
+            results = await run_cases(subject, DECODE_CASES, tries=TRIES)
         d.pool.check()
     assert not [explained(r) for r in results if r.passed is False]
     assert not [r.id for r in results if r.passed is None], "every case applies to our own D"

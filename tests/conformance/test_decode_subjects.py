@@ -14,7 +14,7 @@ from pd_grpc.conformance.case import Case, answers_within, soon_s
 from pd_grpc.conformance.decode import DECODE_CASES, open_decode
 from pd_grpc.conformance.report import explained
 from pd_grpc.conformance.run import Result, run_cases
-from tests.conformance.subjects import decode_server
+from tests.conformance.subjects import TRIES, decode_server
 
 ABOUT_TOKENS = ["D305", "D320", "D460", "D461", "D462", "D463", "D464", "D466", "D611"]
 """What can only be seen in the right tokens."""
@@ -38,7 +38,7 @@ async def judged(only: Iterable[str] = (), **settings: Any) -> list[Result]:
     wanted = [*only]
     cases: list[Case[Any]] = [c for c in DECODE_CASES if not wanted or c.id in wanted]
     async with decode_server(**settings) as d, open_decode(d.endpoint) as subject:
-        results = await run_cases(subject, cases)
+        results = await run_cases(subject, cases, tries=TRIES)
     assert not [explained(r) for r in results if r.passed is False]
     return results
 
@@ -102,7 +102,7 @@ async def test_a_length_that_is_not_told_is_no_length() -> None:
     async with decode_server() as d, open_decode(d.endpoint) as subject:
         subject.info.max_model_len = 0
         assert subject.room_tokens == 64 * 16
-        results = await run_cases(subject, cases)
+        results = await run_cases(subject, cases, tries=TRIES)
     assert not [explained(r) for r in results if r.passed is False]
     assert not_applicable(results) == ["D210", "D661"]
 

@@ -12,12 +12,14 @@ from pd_grpc.conformance.case import answers_within
 from pd_grpc.conformance.prefill import PREFILL_CASES, PrefillSubject, open_prefill
 from pd_grpc.conformance.report import explained
 from pd_grpc.conformance.run import run_cases
-from tests.conformance.subjects import prefill_server
+from tests.conformance.subjects import TRIES, prefill_server
 
 
 async def not_applicable(subject: PrefillSubject, case_ids: Sequence[str]) -> list[str]:
     """Which of the cases do not apply; the others must pass."""
-    results = await run_cases(subject, [PREFILL_CASES[case_id] for case_id in case_ids])
+    results = await run_cases(
+        subject, [PREFILL_CASES[case_id] for case_id in case_ids], tries=TRIES
+    )
     assert not [explained(r) for r in results if r.passed is False]
     return [r.id for r in results if r.passed is None]
 

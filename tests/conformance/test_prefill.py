@@ -10,7 +10,7 @@ from pd_grpc.conformance.run import run_case, run_cases
 from tests.conformance.mutants.judging import assert_found
 from tests.conformance.mutants.prefill import PREFILL_MUTANTS
 from tests.conformance.mutants.registry import Mutant
-from tests.conformance.subjects import prefill_server
+from tests.conformance.subjects import TRIES, prefill_server
 
 
 @pytest.mark.longest
@@ -18,7 +18,7 @@ from tests.conformance.subjects import prefill_server
 async def test_our_prefill_passes_whole() -> None:
     async with prefill_server() as p:
         async with open_prefill(p.endpoint) as subject:
-            results = await run_cases(subject, PREFILL_CASES)
+            results = await run_cases(subject, PREFILL_CASES, tries=TRIES)
         p.pool.check()
     assert not [explained(r) for r in results if r.passed is False]
     too_fast = [r.id for r in results if r.passed is None]
@@ -27,7 +27,7 @@ async def test_our_prefill_passes_whole() -> None:
 
 async def test_our_prefill_is_seen_to_stop_computing() -> None:
     async with prefill_server(sim_time_scale=40.0) as p, open_prefill(p.endpoint) as subject:
-        result = await run_case(subject, PREFILL_CASES["P608"])
+        result = await run_case(subject, PREFILL_CASES["P608"], TRIES)
     assert result.passed, explained(result)
 
 

@@ -16,7 +16,7 @@ from pd_grpc.conformance.run import run_cases
 from tests.conformance.mutants.judging import assert_found
 from tests.conformance.mutants.registry import Mutant
 from tests.conformance.mutants.router import ROUTER_MUTANTS
-from tests.conformance.subjects import router_server
+from tests.conformance.subjects import TRIES, router_server
 
 ANY_PORT = ("127.0.0.1:0",) * 3
 
@@ -35,7 +35,7 @@ async def our_router(**settings: Any) -> AsyncIterator[RouterSubject]:
 @pytest.mark.timeout(180)
 async def test_our_router_passes_whole() -> None:
     async with our_router() as subject:
-        results = await run_cases(subject, ROUTER_CASES)
+        results = await run_cases(subject, ROUTER_CASES, tries=TRIES)
     assert not [explained(r) for r in results if r.passed is False]
     assert not [r.id for r in results if r.passed is None], "every case applies to our own router"
 
@@ -57,7 +57,7 @@ async def test_a_router_need_not_tell_its_limits() -> None:
     cases = [ROUTER_CASES[case_id] for case_id in ("R107", "R136", "R137", "R138", "R821")]
     async with our_router() as subject:
         subject.info.max_model_len = subject.info.vocab_size = 0
-        results = await run_cases(subject, cases)
+        results = await run_cases(subject, cases, tries=TRIES)
     assert not [explained(r) for r in results if r.passed is False]
     assert [r.id for r in results if r.passed is None] == ["R107", "R136", "R137", "R138"]
 

@@ -9,7 +9,8 @@ from collections.abc import AsyncIterator
 import pytest
 from google.rpc import status_pb2
 
-from pd_grpc.conformance.case import Broken, Cases, parsed
+from pd_grpc.conformance.case import Broken, Cases, expect, parsed
+from pd_grpc.conformance.report import as_object, as_table, explained, unsteady
 from pd_grpc.conformance.run import DID_NOT_END, KIT_FAILED, run_cases
 from pd_grpc.conformance.transcript import Transcript
 from pd_grpc.protocol.messages import layout_from_proto
@@ -62,6 +63,35 @@ async def test_a_case_that_does_not_end_is_ended() -> None:
 
     assert result.passed is False
     assert result.explanation.startswith(DID_NOT_END)
+
+
+def failing_first(failures: int) -> Cases[None]:
+    cases: Cases[None] = Cases("X")
+    left = iter(range(failures, -1, -1))
+
+    @cases(1, "A rule.")
+    async def at_first(hand: None) -> None:
+        """Fails a few times."""
+        expect((number := next(left)) == 0, "no failure", number)
+
+    return cases
+
+
+async def test_a_case_that_fails_is_tried_again_and_tells_of_it() -> None:
+    (result,) = await run_cases(Nobody(), failing_first(2), tries=3)
+    assert result.passed is True
+    assert result.failed_before == [f"expected no failure; got {n}" for n in (2, 1)]
+    assert unsteady([result]) == ["X001 passed at try 3; before: expected no failure; got 1"]
+    assert as_object({}, [result])["cases"][0]["failed_before"] == result.failed_before
+    assert [*as_table([result]).columns[1].cells] == ["[green]passed[/], try 3"]
+
+
+@pytest.mark.parametrize(("tries", "before"), [(1, 0), (2, 1)])
+async def test_a_case_that_fails_at_its_last_try_has_failed(tries: int, before: int) -> None:
+    (result,) = await run_cases(Nobody(), failing_first(2), tries=tries)
+    assert result.passed is False and len(result.failed_before) == before
+    assert unsteady([result]) == []
+    assert explained(result).count("before: expected no failure; got 2") == before
 
 
 def test_what_cannot_be_read_is_the_subjects_fault() -> None:

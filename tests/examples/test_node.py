@@ -27,6 +27,7 @@ from pd_grpc.protocol.faults import Fault, Reason
 from pd_grpc.protocol.sampling import Sampling
 from pd_grpc.router.server import RouterServer, start_router
 from pd_grpc.v1 import admin_pb2, admin_pb2_grpc, inference_pb2_grpc
+from tests.conformance.subjects import TRIES
 from tests.examples.node_process import (
     KIT,
     NodeDecode,
@@ -196,7 +197,7 @@ async def test_it_passes_every_case_of_the_kit(half: int) -> None:
         node_decode(**KIT) as d,
         open_decode(d.endpoint) as subject,
     ):
-        results = await run_cases(subject, [*DECODE_CASES][half::2])
+        results = await run_cases(subject, [*DECODE_CASES][half::2], tries=TRIES)
     assert not [explained(result) for result in results if result.passed is False]
     others = [result.id for result in results if result.passed is None]
     assert others == [id for id in SEVERAL_SHARDS if id in {result.id for result in results}]
