@@ -79,6 +79,12 @@ def up(
     config: str | None = typer.Option(
         None, help="TOML file for every server; its keys are the names of settings."
     ),
+    device: str | None = typer.Option(
+        None,
+        rich_help_panel=_KNOBS,
+        help="Where weights and pools are: cpu, cuda (the first GPU) or cuda:N.",
+        show_default="cpu",
+    ),
     num_blocks: int | None = typer.Option(None, rich_help_panel=_KNOBS, help="Blocks per pool."),
     pool_gib: float | None = typer.Option(
         None, rich_help_panel=_KNOBS, help="GiB per pool, in place of its blocks."
@@ -138,6 +144,7 @@ def up(
             },
             engines={
                 "dtype": dtype and dtype.value,
+                "device": device,
                 "num_blocks": num_blocks,
                 "pool_gib": pool_gib,
                 "block_size": block_size,

@@ -16,7 +16,9 @@ import psutil
 import pytest
 
 from pd_grpc.cli.cluster import ClusterError, ClusterPlan, LocalCluster
+from pd_grpc.cli.settings import load_settings
 from pd_grpc.cli.up import plan_of
+from pd_grpc.protocol.config import DecodeConfig
 from pd_grpc.v1 import admin_pb2, admin_pb2_grpc
 from tests.cli.running import COMMAND, pd_grpc
 
@@ -197,6 +199,14 @@ def test_variables_and_a_file_are_honoured_and_a_flag_goes_first(tmp_path: Path)
     assert router["settle_s"] == "0.25"
 
 
+def test_every_engine_is_on_the_device_that_a_flag_names_and_the_router_on_none() -> None:
+    environ = {"PD_ENGINE": "sim", "PD_DEVICE": "cuda:1"}
+    plan = plan_of(1, 2, {"config": None}, {"device": "cuda:2"}, {}, environ)
+    config = load_settings(DecodeConfig, plan.engine_flags(), environ)
+    assert config.device == "cuda:2"
+    assert "--device" not in plan.router_flags
+
+
 def settings_of(endpoint: str) -> dict[str, str]:
     with grpc.insecure_channel(endpoint) as channel:
         admin = admin_pb2_grpc.AdminServiceStub(channel)
@@ -229,6 +239,7 @@ def settings_of(endpoint: str) -> dict[str, str]:
         (["--config", "none.toml"], {}, "cannot read none.toml, named by --config"),
         (["--chunk-tokens", "17"], {}, ": chunk_tokens: 17 is not a multiple of block_size (16)"),
         (["--num-blocks", "99999999999"], {}, ": num_blocks: 99999999999 blocks of "),
+        (["--engine", "torch", "--device", "tpu"], {}, ": device: tpu is not a device that is"),
     ],
 )
 def test_what_cannot_be_used_is_said_in_one_line(
