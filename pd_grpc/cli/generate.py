@@ -12,12 +12,18 @@ from typing import Any
 
 import typer
 
+from pd_grpc.cli import logprobs as log_probabilities
 from pd_grpc.cli import trace
 from pd_grpc.cli.console import EXIT_FAILED, Endpoint, describe, refuse, say_error
 from pd_grpc.client import Answer, Client, Fault, Generation, Options, RequestError, TransportFault
+from pd_grpc.protocol.sampling import MAX_TOP_LOGPROBS
 from pd_grpc.v1 import admin_pb2
 
 _STOP: list[str] = typer.Option([], help="A string that ends the answer; may be repeated.")
+
+_STOP_ID: list[int] = typer.Option(
+    [], "--stop-token-id", help="Id of a token that ends the answer; may be repeated."
+)
 
 _BIAS: list[str] = typer.Option(
     [], help="ID=BIAS adds to the logit of a token, -100 to 100; may be repeated."
@@ -30,7 +36,12 @@ _SCHEMA: Path | None = typer.Option(
 EXIT_INTERRUPTED = 130
 
 # What the user calls an argument of the client's.
-_GIVEN_AS = {"text": "the prompt", "messages": "the prompt", "timeout_s": "--deadline"}
+_GIVEN_AS = {
+    "text": "the prompt",
+    "messages": "the prompt",
+    "timeout_s": "--deadline",
+    "stop_token_ids": "--stop-token-id",
+}
 
 
 def generate(
@@ -63,7 +74,17 @@ def generate(
         1, "--n", "-n", min=1, help="Answers to the prompt; without a temperature they are equal."
     ),
     stop: list[str] = _STOP,
+    stop_token_id: list[int] = _STOP_ID,
     ignore_eos: bool = typer.Option(False, "--ignore-eos", help="Go on at end of sequence."),
+    logprobs: bool = typer.Option(
+        False, "--logprobs", help="Show the log-probability of each token."
+    ),
+    top_logprobs: int | None = typer.Option(
+        None,
+        min=0,
+        max=MAX_TOP_LOGPROBS,
+        help="The same, and that of so many of the likeliest tokens in its place.",
+    ),
     cache_salt: str = typer.Option(
         "", help="Share KV in prefix caches only with requests of the same salt."
     ),
@@ -89,12 +110,15 @@ def generate(
         "repetition_penalty": repetition_penalty,
         "logit_bias": dict(_bias(each) for each in logit_bias),
         "stop": stop,
+        "stop_token_ids": stop_token_id,
         "ignore_eos": ignore_eos,
     }
     if top_p is not None:
         options["top_p"] = top_p
     if seed is not None:
         options["seed"] = seed
+    if logprobs or top_logprobs is not None:
+        options["logprobs"] = top_logprobs or 0
     if json_schema is not None and regex is not None:
         refuse("--regex cannot be given beside --json-schema")
     if json_schema is not None:
@@ -132,7 +156,10 @@ def generate(
         if with_trace:
             found["spans"] = trace.as_objects(spans)
         print(json.dumps(found, ensure_ascii=False))
-    elif with_trace:
+        return
+    if "logprobs" in options:
+        print(*log_probabilities.as_lines(answers), sep="\n")
+    if with_trace:
         _show_trace(endpoint, trace_id)
 
 
@@ -155,7 +182,8 @@ def as_object(
     answers: Sequence[Answer], generation: Generation, spans: Sequence[admin_pb2.Span]
 ) -> dict[str, Any]:
     """What `--json` prints; times in milliseconds. Of servers that keep no traces `waterfall` is
-    empty. Where several answers were asked for they are in `choices`, and `usage` is of all."""
+    empty, and so is `logprobs` where none were asked for. Where several answers were asked for they
+    are in `choices`, and `usage` is of all."""
     of_each = [_answer_as_object(answer) for answer in answers]
     found = of_each[0]
     if len(of_each) > 1:
@@ -175,6 +203,7 @@ def _answer_as_object(answer: Answer) -> dict[str, Any]:
     return {
         "text": answer.text,
         "token_ids": answer.token_ids,
+        "logprobs": log_probabilities.as_objects(answer),
         "finish_reason": end.finish_reason,
         "usage": {
             "prompt_tokens": end.prompt_tokens,

@@ -113,6 +113,15 @@ def test_the_same_seed_gives_the_same_answer(cluster: LocalCluster) -> None:
     assert first == second != greedy
 
 
+def test_a_stop_token_ends_the_answer_as_its_last_token(cluster: LocalCluster) -> None:
+    asked = ("generate", "hi", "--endpoint", cluster.router_endpoint, "--max-tokens", "8", "--json")
+    whole = json.loads(pd_grpc(*asked, "--ignore-eos").stdout)["token_ids"]
+    stopping = ("--ignore-eos", "--stop-token-id", "0", "--stop-token-id", str(whole[3]))
+    answer = json.loads(pd_grpc(*asked, *stopping).stdout)
+    assert answer["token_ids"] == whole[: whole.index(whole[3]) + 1]
+    assert answer["finish_reason"] == "stop"
+
+
 def test_several_answers_stand_below_each_other_by_their_numbers(cluster: LocalCluster) -> None:
     where = ("--endpoint", cluster.router_endpoint, "--max-tokens", "4", "--ignore-eos")
     sampled = ("generate", "hi", *where, "--temperature", "1", "--seed", "5", "-n", "3")
@@ -156,6 +165,10 @@ def test_several_answers_stand_below_each_other_by_their_numbers(cluster: LocalC
         (["--deadline", "0"], 2, "--deadline must be above 0 and at most 1000000000 seconds"),
         (["--stop", "\udcff"], 2, "--stop must be text that UTF-8 can carry"),
         (["--max-tokens", "many"], 2, "--max-tokens"),
+        (["--top-logprobs", "21"], 2, "--top-logprobs"),
+        (["--logprobs"], 1, "UNIMPLEMENTED FEATURE: "),
+        (["--stop-token-id", "-1"], 2, "--stop-token-id"),
+        (["--stop-token-id", "40000"], 1, "BAD_REQUEST: sampling.stop_token_ids"),
         (["--no-such-flag"], 2, "--no-such-flag"),
     ],
 )
