@@ -213,6 +213,20 @@ class BlockPool:
         self._check_known(blocks)
         self._kept.update(blocks)
 
+    def keep_no_more(self, blocks: Sequence[int]) -> None:
+        """Take the mark from kept blocks: they are free once nobody holds them, which of cached
+        ones is now. ValueError, changing nothing, when one is not kept or named twice."""
+        self._check_known(blocks)
+        for block in blocks:
+            if block not in self._kept:
+                raise ValueError(f"block {block} is not kept")
+        for block in blocks:
+            self._kept.remove(block)
+            if block in self._cached:
+                del self._cached[block]
+                self._free.append(block)
+            self._reclassify(block)
+
     def kept(self) -> set[int]:
         """The blocks that are cached, or will be once their last holder is gone."""
         return set(self._kept)

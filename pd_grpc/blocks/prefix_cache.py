@@ -89,6 +89,15 @@ class PrefixCache:
             added.append(block)
         self._pool.keep(added)
 
+    def distrust(self, blocks: Sequence[int]) -> None:
+        """What `blocks` hold may be wrong: those that it knows are found no more, and are free once
+        nobody holds them. Another block that has come to one of their names since is still found,
+        and so is what lies behind them, by whoever brings that beginning anew."""
+        known = [block for block in blocks if block in self._name_of]
+        for block in known:
+            self._forget(block)
+        self._pool.keep_no_more(known)
+
     def check(self) -> None:
         """AssertionError unless exactly the blocks that it knows are kept by the pool."""
         assert {block: name for name, block in self._block_of.items()} == self._name_of

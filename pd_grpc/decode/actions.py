@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeAlias
 
@@ -132,6 +133,12 @@ class StepPlan:
     prefill: tuple[PrefillChunk, ...]
     decode_grants: tuple[str, ...]
     decode: tuple[DecodeSlot, ...]
+
+    @property
+    def block_tables(self) -> tuple[Sequence[int], ...]:
+        """Of the chunks, then of the slots."""
+        chunks = (chunk.block_table for chunk in self.prefill)
+        return (*chunks, *(slot.block_table for slot in self.decode))
 
 
 @dataclass(frozen=True)

@@ -54,6 +54,7 @@ class EngineDesk:
         plan = self._finish_step(event.step)
         if plan is None:
             return
+        self._distrust(plan, event)
         transfers = self._ledger.transfers
         chunks = zip(plan.prefill_grants, plan.prefill, event.prefilled, strict=True)
         for grant_id, chunk, sampled in chunks:
@@ -105,6 +106,14 @@ class EngineDesk:
             if not ledger.draining:
                 ledger.act(SetReady(True, ""))
         return plan
+
+    def _distrust(self, plan: StepPlan, event: StepDone) -> None:
+        """KV of which no numbers came may be wrong, wherever it is from and whether or not its
+        request is still here: the next one that asks for it gets it anew."""
+        given = (*event.prefilled, *event.decoded)
+        for table, sampled in zip(plan.block_tables, given, strict=True):
+            if sampled is not None and sampled.not_finite:
+                self._ledger.cache.distrust(table)
 
     def _prefilled(self, transfer: Transfer, chunk: PrefillChunk, sampled: Sampled | None) -> None:
         ledger = self._ledger

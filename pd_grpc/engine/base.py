@@ -82,7 +82,8 @@ class Sampled:
 
     `last` says that the grammar of the answer allows nothing after it. Where `fault` is not empty
     no token could be chosen for this request, for that reason, and `token_id` means nothing; the
-    others of the step are unharmed.
+    others of the step are unharmed. `not_finite` says that the reason is what was computed, which
+    is no numbers, and not what was asked for: the KV that it was computed from may be wrong.
     """
 
     token_id: int
@@ -90,6 +91,7 @@ class Sampled:
     top: tuple[TokenLogprob, ...] = field(default=())
     last: bool = False
     fault: str = ""
+    not_finite: bool = False
 
 
 class Tokenizer(Protocol):

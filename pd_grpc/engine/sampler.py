@@ -52,6 +52,10 @@ class NotSampleable(ValueError):
     """The logits are not numbers, or leave no token that may be chosen."""
 
 
+class NotFinite(NotSampleable):
+    """The logits are not numbers."""
+
+
 def sample(
     logits: Logits,
     spec: SampleSpec,
@@ -65,7 +69,7 @@ def sample(
     `candidates`. NotSampleable when that is impossible.
     """
     if not np.isfinite(logits.max()):
-        raise NotSampleable("logits are not finite numbers")
+        raise NotFinite("logits are not finite numbers")
     sampling = spec.sampling
     changed = _changed(logits, spec, eos_token_ids, mask)
     if sampling.greedy:

@@ -31,7 +31,7 @@ from pd_grpc.engine.model_guard import check_attention, check_pass, kv_shape, re
 from pd_grpc.engine.model_source import ModelSource
 from pd_grpc.engine.paged_attention import ATTENTION_NAME, PagedKv, Run, Step
 from pd_grpc.engine.pool_size import describe_pool, pool_blocks
-from pd_grpc.engine.sampler import SAMPLER_FEATURES, Logits, Mask, NotSampleable, sample
+from pd_grpc.engine.sampler import SAMPLER_FEATURES, Logits, Mask, NotFinite, NotSampleable, sample
 from pd_grpc.engine.spent_pages import trim_heap
 from pd_grpc.engine.weight_cache import weight_cache
 from pd_grpc.engine.weights import load_weights, move_weights, read_config, reading
@@ -198,7 +198,8 @@ class TorchEngine(Engine):
         try:
             return sample(row, spec, self.eos_token_ids, mask)
         except NotSampleable as error:
-            return Sampled(-1, fault=f"sampling failed: {error}")
+            fault = f"sampling failed: {error}"
+            return Sampled(-1, fault=fault, not_finite=isinstance(error, NotFinite))
 
 
 def load_torch_engine(

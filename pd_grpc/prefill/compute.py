@@ -102,10 +102,13 @@ class Compute:
 
     def done(self, step: int, results: Sequence[Sampled | None], now: float) -> None:
         """The step has been computed. One that got no token fails alone, and what was computed for
-        it is not kept."""
+        it is not kept; where no numbers came of its KV, nothing of that is found any more."""
         plan = self._finish(step)
         if plan is None:
             return
+        for chunk, sampled in zip(plan.chunks, results, strict=True):
+            if sampled is not None and sampled.not_finite:
+                self._scheduler.distrust(chunk.block_table)
         for record, chunk, sampled in zip(plan.records, plan.chunks, results, strict=True):
             if record.state.terminal:
                 self._requests.return_blocks(record)

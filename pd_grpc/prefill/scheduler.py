@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict, deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from pd_grpc.blocks.pool import BlockState, Holding
@@ -80,6 +81,10 @@ class PrefillScheduler:
         names = record.chain.names(record.tokens, whole)
         self._cache.add(names, record.holding.blocks, record.kept_blocks)
         record.kept_blocks = whole
+
+    def distrust(self, blocks: Sequence[int]) -> None:
+        """What these hold may be wrong: let nobody find it."""
+        self._cache.distrust(blocks)
 
     def suspect(self, records: tuple[PrefillRecord, ...]) -> None:
         """A step of several failed: compute each alone, so that only the one at fault fails."""

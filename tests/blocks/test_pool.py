@@ -189,6 +189,27 @@ def test_kept_blocks_are_cached_and_can_be_shared_again(pool: BlockPool) -> None
     assert pool.counts() == only(free=6, cached=2)
 
 
+def test_blocks_that_are_kept_no_more_are_free_after_their_last_holder(pool: BlockPool) -> None:
+    evicted: list[int] = []
+    pool.keep_at_most(8, evicted.append)
+    holding, gone = pool.reserve(3), pool.reserve(2)
+    held, cached = list(holding.blocks), list(gone.blocks)
+    pool.keep(held + cached)
+    gone.release()
+    other = pool.share(held[:1])
+    pool.keep_no_more(held[:2] + cached[:1])
+    assert pool.counts() == only(free=4, cached=1, reserved=3)
+    holding.release()
+    assert pool.counts() == only(free=5, cached=2, reserved=1)
+    other.release()
+    assert pool.counts() == only(free=6, cached=2)
+    assert pool.kept() == {held[2], cached[1]} and not evicted
+    taken = pool.reserve(1).blocks
+    with pytest.raises(ValueError, match="not kept"):
+        pool.keep_no_more([held[2], *taken])
+    assert pool.kept() == {held[2], cached[1]}
+
+
 def test_cached_blocks_are_evicted_only_when_none_is_free_and_oldest_first() -> None:
     evicted: list[int] = []
     pool = BlockPool(4, on_evict=evicted.append)
@@ -367,6 +388,16 @@ class PoolMachine(RuleBasedStateMachine):
         blocks = self.model[holding][0][:count]
         self.pool.keep(blocks)
         self.kept.update(blocks)
+
+    @rule(data=st.data())
+    def keep_no_more(self, data: st.DataObject) -> None:
+        if not self.kept:
+            return
+        blocks = data.draw(st.lists(st.sampled_from(sorted(self.kept)), unique=True))
+        self.pool.keep_no_more(blocks)
+        self.kept.difference_update(blocks)
+        self.free += [block for block in blocks if block in self.cached]
+        self.cached = [block for block in self.cached if block not in blocks]
 
     @rule(holding=consumes(holdings))
     def release(self, holding: Holding) -> None:

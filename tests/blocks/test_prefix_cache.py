@@ -151,6 +151,41 @@ def test_a_beginning_that_was_evicted_hides_what_follows(
     taken.release()
 
 
+def test_what_is_distrusted_is_found_no_more_by_anybody(
+    cache: PrefixCache, pool: BlockPool
+) -> None:
+    put(cache, "abcd")
+    one, _ = cache.reserve(3, chain("abx"), STATE, "r1")
+    other, _ = cache.reserve(4, chain("abyz"), STATE, "r2")
+    cache.distrust(one.blocks)
+    assert cache.find(chain("abcd")) == []
+    one.release()
+    assert pool.counts()[BlockState.FREE] == 2, "a and b have a holder, c and d are cached"
+    other.release()
+    assert pool.counts() == {**pool.counts(), BlockState.FREE: 6, BlockState.CACHED: 2}
+
+
+def test_what_has_come_anew_is_trusted_though_older_holders_are_not(cache: PrefixCache) -> None:
+    put(cache, "ab")
+    older = [cache.reserve(2, chain("ab"), STATE, f"r{i}")[0] for i in range(2)]
+    cache.distrust(older[0].blocks)
+    anew = put(cache, "ab")
+    assert set(anew).isdisjoint(older[1].blocks)
+    cache.distrust(older[1].blocks)
+    assert cache.find(chain("ab")) == anew
+
+
+def test_of_two_that_hold_the_same_only_the_distrusted_is_found_no_more(
+    cache: PrefixCache,
+) -> None:
+    first, _ = cache.reserve(2, chain("ab"), STATE, "r1")
+    second, _ = cache.reserve(2, chain("ab"), STATE, "r2")
+    cache.add(chain("ab"), first.blocks)
+    cache.add(chain("ab"), second.blocks)
+    cache.distrust(second.blocks)
+    assert cache.find(chain("ab")) == first.blocks
+
+
 def test_no_share_of_the_pool_keeps_and_finds_nothing(pool: BlockPool) -> None:
     cache = PrefixCache(pool, 0.0)
     assert not cache.enabled
@@ -213,6 +248,12 @@ class CacheMachine(RuleBasedStateMachine):
             self.written[holding.blocks[i]] = text[: i + 1]
         self.cache.add(chain(text)[:upto], holding.blocks, done)
         self.requests[holding] = (text, upto)
+
+    @rule(holding=requests_made)
+    def distrust(self, holding: Holding) -> None:
+        text, _ = self.requests[holding]
+        self.cache.distrust(holding.blocks)
+        assert set(self.cache.find(chain(text))).isdisjoint(holding.blocks)
 
     @rule(holding=requests_made, n=st.integers(1, 2))
     def grow(self, holding: Holding, n: int) -> None:

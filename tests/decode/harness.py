@@ -47,7 +47,8 @@ class Harness:
     """One D. What it did is noted in the fields below, by the call or stream it concerns.
 
     `holds_closes` keeps the receiver from stopping to write until `close_receivers`. The engine
-    raises over the grants of `raising`, and has no token for those of `tokenless`.
+    raises over the grants of `raising`, and has no token for those of `tokenless`. What it makes
+    of the blocks in `damaged` is no numbers, until something else is written there.
     """
 
     def __init__(
@@ -80,6 +81,7 @@ class Harness:
         self.steps: list[act.StepPlan] = []
         self.raising: set[str] = set()
         self.tokenless: set[str] = set()
+        self.damaged: set[int] = set()
         self.holds_closes = False
         self._unclosed: list[str] = []
         self._completed: set[str] = set()
@@ -357,10 +359,14 @@ class Harness:
     # The engine's memory
 
     def _store(self, table: Sequence[int], position: int, token: int) -> None:
+        if position % BLOCK == 0:
+            self.damaged.discard(table[position // BLOCK])
         self._stored[table[position // BLOCK], position % BLOCK] = token
 
     def _sample(self, grant_id: str, table: Sequence[int], tokens: int) -> Sampled:
         if grant_id in self.tokenless:
             return Sampled(-1, fault="no token is left")
+        if self.damaged.intersection(table[: -(-tokens // BLOCK)]):
+            return Sampled(-1, fault="logits are not finite numbers", not_finite=True)
         stored = [self._stored[table[i // BLOCK], i % BLOCK] for i in range(tokens)]
         return Sampled(next_token(stored))

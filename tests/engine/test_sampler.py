@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pd_grpc.engine.base import SampleSpec
-from pd_grpc.engine.sampler import Logits, NotSampleable, candidates, sample, uniforms
+from pd_grpc.engine.sampler import Logits, NotFinite, NotSampleable, candidates, sample, uniforms
 from pd_grpc.protocol.sampling import Sampling
 
 EOS = frozenset({0})
@@ -221,10 +221,11 @@ def test_a_tiny_temperature_is_greedy_and_a_huge_one_does_not_overflow() -> None
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 def test_logits_that_are_no_numbers_are_refused(bad: float) -> None:
-    with pytest.raises(NotSampleable, match="finite"):
+    with pytest.raises(NotFinite, match="finite"):
         sample(logits_of(1, bad, 2), spec(temperature=0.0), EOS)
 
 
 def test_it_is_refused_when_no_token_may_be_chosen() -> None:
-    with pytest.raises(NotSampleable, match="no token"):
+    with pytest.raises(NotSampleable, match="no token") as refused:
         sample(logits_of(1, 2), spec(min_tokens=1, stop_token_ids=(1,)), EOS)
+    assert not isinstance(refused.value, NotFinite)

@@ -300,6 +300,7 @@ def test_a_row_that_gives_no_token_is_its_requests_fault_alone(folders: dict[str
     assert decoded[1] == meant and not meant.fault
     assert prefilled is not None and "no token" in prefilled.fault
     assert "finite" in decoded[0].fault and "no token" in decoded[2].fault
+    assert [row.not_finite for row in (prefilled, *decoded)] == [False, True, False, False]
 
 
 def test_an_empty_batch_is_no_work(llama: TorchEngine) -> None:

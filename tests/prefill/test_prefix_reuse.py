@@ -101,6 +101,43 @@ def test_what_is_there_is_not_computed_again_but_for_the_last_token(
     assert last.handed_off.usage.cached_tokens == cached
 
 
+@pytest.mark.parametrize("not_finite", [True, False])
+def test_what_no_numbers_come_of_is_computed_anew(world: World, not_finite: bool) -> None:
+    """Were it what was asked for that left no token, the KV would be as good as before."""
+    serve(world, "t-1")
+    bad = world.call("t-2", tokens=TOKENS)
+    grant(world, "t-2", (0, 3))
+    world.step(tokenless=["t-2"], not_finite=not_finite)
+    assert world.fault(bad).reason is Reason.ENGINE_ERROR
+    world.call("t-3", tokens=TOKENS)
+    grant(world, "t-3", (0, 3))
+    assert compute(world, "t-3")[0][0] == (0 if not_finite else TOKENS - BLOCK)
+    hand_off(world, "t-3")
+
+
+def test_what_a_step_shows_counts_though_its_request_was_cancelled(world: World) -> None:
+    serve(world, "t-1")
+    call = world.call("t-2", tokens=TOKENS)
+    grant(world, "t-2", (0, 3))
+    world.feed(ev.PrefillCallEnded(call))
+    for close in world.take(act.CloseTransfer):
+        world.feed(ev.TransferClosed(close.key, close.strand))
+    assert len(world.machine.cache) == 3
+    world.step(tokenless=["t-2"], not_finite=True)
+    assert len(world.machine.cache) == 1, "the last block was computed for it anew"
+
+
+def test_an_earlier_chunk_of_what_no_numbers_come_of_is_found_no_more(world: World) -> None:
+    bad = world.call("t-1", tokens=TOKENS)
+    world.connect()
+    grant(world, "t-1", (0, 3))
+    world.step()
+    assert len(world.machine.cache) == 2, "of its first chunk nothing was known"
+    world.step(tokenless=["t-1"], not_finite=True)
+    assert world.fault(bad).reason is Reason.ENGINE_ERROR
+    assert len(world.machine.cache) == 0
+
+
 def test_what_d_has_is_not_sent(world: World) -> None:
     serve(world, "t-1")
     world.call("t-2", tokens=TOKENS + 1)

@@ -202,14 +202,16 @@ class World:
     def refuse(self, fault: Fault | TransportFault, transfer_id: str = "t-1") -> None:
         self.feed(ev.AllocateAnswered(self.ask(transfer_id), None, fault))
 
-    def step(self, token: int = 7, tokenless: Sequence[str] = ()) -> act.RunStep:
+    def step(
+        self, token: int = 7, tokenless: Sequence[str] = (), not_finite: bool = False
+    ) -> act.RunStep:
         """The engine finishes the step it was given last; every prompt that ends gives `token`, but
-        for the transfers that it has none for."""
+        for the transfers that it has none for, because what it computed is `not_finite` or not."""
         run = self.taken(act.RunStep)[-1]
         results = [
             None
             if chunk.sample is None
-            else Sampled(-1, fault="no token is left")
+            else Sampled(-1, fault="no token is left", not_finite=not_finite)
             if key.transfer_id in tokenless
             else Sampled(token)
             for key, chunk in zip(run.keys, run.chunks, strict=True)

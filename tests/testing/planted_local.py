@@ -5,16 +5,19 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from pd_grpc.blocks.pool import NoBlocks, blocks_for
+from pd_grpc.blocks.pool import BlockPool, NoBlocks, blocks_for
+from pd_grpc.blocks.prefix_cache import PrefixCache
 from pd_grpc.decode.client_desk import ClientDesk
 from pd_grpc.decode.engine_desk import EngineDesk
 from pd_grpc.decode.scheduler import Scheduler
 from pd_grpc.decode.states import DecodeState
 from pd_grpc.engine.base import SampleSpec
 from pd_grpc.prefill.compute import Compute
+from pd_grpc.prefill.scheduler import PrefillScheduler
 from pd_grpc.protocol.faults import Fault, Reason
 from pd_grpc.testing.explorer.kv import BLOCK
 from pd_grpc.testing.explorer.scenario import (
+    ALIKE_AND_SPOILT,
     ALONE,
     ALONE_AGAIN,
     AT_ONE_P,
@@ -27,6 +30,7 @@ from tests.testing.planting import Planted, nothing, with_only
 _GIVING_WAY = with_only(ALONE)
 _AT_ONE_P = with_only(AT_ONE_P, *OF_ROWS)
 _ONE = with_only(SMALL, "spoil")
+_SPOILT_AT_P = with_only(ALIKE_AND_SPOILT, "spoil")
 _ROWS = replace(ALONE, prompts=(3, 3), decode_blocks=6, faults=OF_ROWS)
 
 _put_off = Scheduler._put_off
@@ -132,6 +136,19 @@ def _token_of_nothing(self: Compute, step: int, results: Any, now: float) -> Non
     _compute_done(self, step, [s and replace(s, fault="") for s in results], now)
 
 
+_distrust = PrefixCache.distrust
+_keep_no_more = BlockPool.keep_no_more
+
+
+def _last_block_alone(self: PrefixCache, blocks: Any) -> None:
+    _distrust(self, blocks[-1:])
+
+
+def _free_at_once(self: BlockPool, blocks: Any) -> None:
+    _keep_no_more(self, blocks)
+    self._free.extend(blocks)
+
+
 LOCAL = [
     Planted("the oldest gives way", Scheduler, "_make_room", _oldest, _GIVING_WAY),
     Planted("a prompt never gives way", Scheduler, "_make_room", _no_prompt, _GIVING_WAY),
@@ -166,4 +183,20 @@ LOCAL = [
         "a step of P fails all who are in it", Compute, "failed", _all_failed_at_p, _AT_ONE_P, 1
     ),
     Planted("P sends a token that is none", Compute, "done", _token_of_nothing, _ONE),
+    Planted("D trusts what gave no numbers", EngineDesk, "_distrust", nothing, ALIKE_AND_SPOILT),
+    Planted("P trusts what gave no numbers", PrefillScheduler, "distrust", nothing, _SPOILT_AT_P),
+    Planted(
+        "only the last block of what gave no numbers is distrusted",
+        PrefixCache,
+        "distrust",
+        _last_block_alone,
+        ALIKE_AND_SPOILT,
+    ),
+    Planted(
+        "what gave no numbers is free though another holds it",
+        BlockPool,
+        "keep_no_more",
+        _free_at_once,
+        ALIKE_AND_SPOILT,
+    ),
 ]

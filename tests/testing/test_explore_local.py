@@ -14,6 +14,7 @@ from pd_grpc.testing.explore import explore, replay, walk
 from pd_grpc.testing.explorer.client_process import ClientProcess
 from pd_grpc.testing.explorer.decode_process import DecodeProcess
 from pd_grpc.testing.explorer.scenario import (
+    ALIKE_AND_SPOILT,
     ALONE,
     AT_ONE_P,
     BESIDE,
@@ -42,7 +43,7 @@ def answers(scenario: Scenario, seed: int, most_faults: int = 5) -> tuple[bool, 
     return walked.faults > 0, results
 
 
-@pytest.mark.parametrize("scenario", [*LOCAL, *ROWS])
+@pytest.mark.parametrize("scenario", [*LOCAL, *ROWS, ALIKE_AND_SPOILT])
 def test_nothing_goes_wrong_in_a_short_search_with_faults(scenario: Scenario) -> None:
     report = explore(states=3_000, scenarios=[scenario], most_faults=2)
 

@@ -47,14 +47,14 @@ class ComputingProcess(SendingProcess):
         self._feed(ev.StepFailed(run.step, "the engine raised"))
 
     def _step(self, spoiled: str = "") -> None:
-        """The engine's step is over. It has no token for the client `spoiled`."""
+        """The engine's step is over. No numbers came of the KV of the client `spoiled`."""
         assert self.run is not None
         if self._raises_over(self.run.keys):
             self._raise()
             return
         run, self.run = self.run, None
         results: list[Sampled | None] = []
-        computed = []
+        computed, spoilt = [], []
         for key, chunk in zip(run.keys, run.chunks, strict=True):
             for i, token in enumerate(chunk.token_ids):
                 tag = Tag(*writer_of(key), chunk.start + i, token)
@@ -64,8 +64,11 @@ class ComputingProcess(SendingProcess):
             stored = self.memory.tokens(chunk.block_table, end, key)
             chosen = sampled(stored, client_of(key) == spoiled)
             results.append(None if chunk.sample is None else chosen)
+            if client_of(key) == spoiled:
+                spoilt.append(chunk.block_table)
         self.to_bulk.append(tuple(computed))
         self._feed(ev.StepDone(run.step, results))
+        self._check_distrusted(spoilt)
 
     @abstractmethod
     def _feed(self, event: Any) -> None:

@@ -61,6 +61,13 @@ class EngineProcess(Process):
         if found:
             self._wrong("a shared block is never written", f"blocks {sorted(found)}")
 
+    def _check_distrusted(self, tables: Iterable[Sequence[int]]) -> None:
+        """See that nobody finds any of the blocks that no numbers came of."""
+        for table in tables:
+            found = self.pool.kept() & set(table)
+            if found:
+                self._wrong("what gave no numbers is found no more", f"blocks {sorted(found)}")
+
     def _asked_by_router(self, call: int, message: Message) -> bool:
         """Whether a call is one of those that a router finds out with who takes requests."""
         kind = self._ids.calls[call].kind

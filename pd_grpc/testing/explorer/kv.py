@@ -104,7 +104,9 @@ def next_token(tokens: Sequence[int]) -> int:
 
 def sampled(tokens: Sequence[int], spoiled: bool = False) -> Sampled:
     """What the engine says of a row with the KV of these tokens."""
-    return Sampled(0, fault="no token") if spoiled else Sampled(next_token(tokens))
+    if spoiled:
+        return Sampled(0, fault="no numbers", not_finite=True)
+    return Sampled(next_token(tokens))
 
 
 def answer_to(prompt: Sequence[int], max_tokens: int) -> list[int]:

@@ -28,8 +28,8 @@ delayed as long as one likes, a chunk of KV changes on its way, a process is sto
 to drain, a client leaves, an engine's step raises or lasts as long as one likes."""
 
 OF_ROWS = ("spoil", "poison")
-"""What may go wrong with one request's row in a step of an engine: there is no token for it, or
-every step that it is in raises."""
+"""What may go wrong with one request's row in a step of an engine: no numbers come of it, or every
+step that it is in raises."""
 
 TIMES: dict[str, Any] = {
     "request_budget_s": 20.0,
@@ -185,6 +185,9 @@ ALIKE = Scenario(
     fine=False,
 )
 """Two requests that begin alike, one of each, and pools that keep what they have seen."""
+
+ALIKE_AND_SPOILT = replace(ALIKE, chunk_tokens=2, faults=("spoil", "leave", "stall"))
+"""The same in more steps, and what was computed may turn out to be no numbers."""
 
 FULL = (
     Scenario(fine=False),

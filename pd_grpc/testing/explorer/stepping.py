@@ -71,7 +71,7 @@ class SteppingProcess(ReceivingProcess):
             self._wrong(OUT, f"{[*rows.values()]} was alone in the step, and is kept")
 
     def _step(self, spoiled: str = "") -> None:
-        """The engine's step is over. It has no token for the client `spoiled`."""
+        """The engine's step is over. No numbers came of the KV of the client `spoiled`."""
         if self._raises_over(self.keys.values()):
             self._raise()
             return
@@ -91,8 +91,15 @@ class SteppingProcess(ReceivingProcess):
             self._store(slot.block_table, Tag(*writer_of(key), slot.position, slot.token_id))
             stored = self.memory.tokens(slot.block_table, slot.position + 1, key)
             decoded.append(sampled(stored, client_of(key) == spoiled))
+        grants = (*plan.prefill_grants, *plan.decode_grants)
+        spoilt = [
+            table
+            for grant_id, table in zip(grants, plan.block_tables, strict=True)
+            if client_of(self.keys[grant_id]) == spoiled
+        ]
         self.keys.clear()
         self._feed(ev.StepDone(plan.step, prefilled, decoded))
+        self._check_distrusted(spoilt)
 
     def _check_turns(self) -> None:
         """See that whoever was put aside was the youngest of those that the engine has, and that
