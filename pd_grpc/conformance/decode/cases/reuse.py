@@ -83,8 +83,9 @@ async def hashes_of_another_prompt(d: DecodeHand) -> None:
     " itself.",
 )
 async def a_transfer_that_broke_off(d: DecodeHand) -> None:
-    """All chunks of a prompt but the last one come, then P gives it back: the next of the same
-    prompt wants every block, and its answer is right."""
+    """All chunks of a prompt but the last one come. The next of the same prompt wants every block,
+    while the first one is there (asked where D has six blocks) and after P has given it back; the
+    answer of the last one is right."""
     d.needs_blocks(3)
     p = await d.prefill()
     request = d.request(2 * d.block_size)
@@ -92,6 +93,13 @@ async def a_transfer_that_broke_off(d: DecodeHand) -> None:
     h = HandOver(d, p, request, await p.allocate(request, **_named(d, request)), leg)
     transfer = await h.receiving()
     await transfer.send_all(h.kv()[:-1])
+    if d.subject.total_blocks >= 6:
+        beside = d.request(prompt=list(request.prompt))
+        other = d.generate(beside)
+        grant = await p.allocate(beside, **_named(d, beside))
+        expect_equal(sorted(wanted_blocks(grant.wanted)), [0, 1], "the blocks wanted meanwhile")
+        await p.release(beside)
+        await other.outcome()
     await p.release(request)
     await leg.outcome()
     again = d.request(prompt=list(request.prompt))

@@ -69,6 +69,19 @@ def what_is_granted_is_kept_at_once(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Ledger, "grant", grant)
 
 
+@mutant("D282")
+def what_is_granted_is_kept_while_its_transfer_lives(patch: pytest.MonkeyPatch) -> None:
+    what_is_granted_is_kept_at_once(patch)
+    right = Ledger._give_back
+
+    def give_back(self, transfer, fault):  # type: ignore[no-untyped-def]
+        if transfer.holding is not None:
+            self.cache.distrust(transfer.holding.blocks)
+        right(self, transfer, fault)
+
+    patch.setattr(Ledger, "_give_back", give_back)
+
+
 @mutant("D283")
 def a_salt_is_no_part_of_a_name(patch: pytest.MonkeyPatch) -> None:
     """Of any name D finds or keeps, the kit's included: both sides would have to agree on it."""
