@@ -30,7 +30,8 @@ from pd_grpc.protocol.choices import choices_of
 from pd_grpc.protocol.clock import SystemClock
 from pd_grpc.protocol.config import Sizes, Timeouts
 from pd_grpc.protocol.faults import Fault, TransportFault
-from pd_grpc.protocol.requests import RequestError, build_request, check_timeout, checked_endpoint
+from pd_grpc.protocol.field_values import RequestError
+from pd_grpc.protocol.requests import build_request, checked_endpoint, checked_timeout
 from pd_grpc.telemetry.instruments import Instruments
 from pd_grpc.telemetry.rpc_calls import Call, Calls
 from pd_grpc.telemetry.rpc_client import follow, follow_aio, unless_raised
@@ -238,7 +239,7 @@ class Client:
         `timeout_s` is the request's budget; without one the router's default holds. RequestError
         for what cannot be sent; what can be is the server's to judge.
         """
-        check_timeout(timeout_s)
+        timeout_s = checked_timeout(timeout_s)
         request = build_request(text, messages, token_ids, options)
         recorded, metadata, trace = self._record.begin()
         with unless_raised(recorded):
@@ -247,11 +248,13 @@ class Client:
         return Generation(call, trace, choices_of(request.sampling))
 
     def model_info(self, timeout_s: float = _CALL_S) -> inference_pb2.GetModelInfoResponse:
-        """What is served. Raises `Fault` or `TransportFault`."""
+        """What is served. Raises `Fault` or `TransportFault`; RequestError for a time that is
+        none."""
+        timeout = checked_timeout(timeout_s)
         try:
             request = inference_pb2.GetModelInfoRequest()
             answer: inference_pb2.GetModelInfoResponse = self._stub.GetModelInfo(
-                request, timeout=timeout_s
+                request, timeout=timeout
             )
             return answer
         except grpc.RpcError as error:
@@ -299,7 +302,7 @@ class AsyncClient:
         **options: Unpack[Options],
     ) -> AsyncGeneration:
         """Ask for an answer, as `Client.generate` does."""
-        check_timeout(timeout_s)
+        timeout_s = checked_timeout(timeout_s)
         request = build_request(text, messages, token_ids, options)
         recorded, metadata, trace = self._record.begin()
         with unless_raised(recorded):
@@ -308,11 +311,13 @@ class AsyncClient:
         return AsyncGeneration(call, trace, choices_of(request.sampling))
 
     async def model_info(self, timeout_s: float = _CALL_S) -> inference_pb2.GetModelInfoResponse:
-        """What is served. Raises `Fault` or `TransportFault`."""
+        """What is served. Raises `Fault` or `TransportFault`; RequestError for a time that is
+        none."""
+        timeout = checked_timeout(timeout_s)
         try:
             request = inference_pb2.GetModelInfoRequest()
             answer: inference_pb2.GetModelInfoResponse = await self._stub.GetModelInfo(
-                request, timeout=timeout_s
+                request, timeout=timeout
             )
             return answer
         except grpc.aio.AioRpcError as error:
