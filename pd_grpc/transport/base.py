@@ -84,7 +84,7 @@ class StreamListener(Protocol):
         """These slabs are in place; `accepted_bytes` on this stream so far."""
 
     def completed(self) -> None:
-        """The shard has everything."""
+        """The shard has everything, after the stream's `end`, so that no write is under way."""
 
     def broken(self, fault: Fault | TransportFault, stopped: bool = True) -> None:
         """The stream has ended otherwise; `stopped` is as for `SendStream.close`."""

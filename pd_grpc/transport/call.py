@@ -13,7 +13,7 @@ from typing import Any, TypeAlias
 import grpc.aio
 
 from pd_grpc.protocol import rpc
-from pd_grpc.protocol.faults import Code, Fault, TransportFault
+from pd_grpc.protocol.faults import Code, Fault, Reason, TransportFault
 from pd_grpc.transport.base import SendStream, SendTransport, Slab, StreamListener
 from pd_grpc.transport.chunk_codec import TRANSFER_METHOD, OutgoingChunk, serialize_request
 from pd_grpc.v1 import transfer_pb2
@@ -118,6 +118,7 @@ class CallStream(SendStream):
         self._call = call
         self._listener = listener
         self._ended = False
+        self._end_said = False
         self._last_word = _LastWord(call)
         self._reader = asyncio.create_task(self._converse(message), name="pd-transfer")
 
@@ -149,6 +150,7 @@ class CallStream(SendStream):
 
     async def end(self, chunks: int, payload_bytes: int) -> bool:
         """See `SendStream.end`."""
+        self._end_said = True
         end = transfer_pb2.TransferEnd(chunks=chunks, bytes=payload_bytes)
         return await self._send(transfer_pb2.TransferRequest(end=end))
 
@@ -198,25 +200,26 @@ class CallStream(SendStream):
             fault = error
         if not self._ended:
             self._ended = True
+            reason = self._reason(fault)
             # Whoever hears of it may open another, to write to the same blocks.
             stopped = await self._settle()
-            self._listener.broken(self._reason(fault), stopped)
+            self._listener.broken(reason, stopped)
 
     def _hear(self, response: transfer_pb2.TransferResponse) -> None:
+        """Fault when the shard says what it must not."""
         kind = response.WhichOneof("message")
         if kind == "opened":
             opened = response.opened
-            try:
-                self._take_target(opened)
-            except Fault as fault:
-                self._ended = True
-                self._call.cancel()
-                self._listener.broken(fault)
-                return
+            self._take_target(opened)
             self._listener.opened(_slabs(opened.verified), opened.window_bytes)
         elif kind == "ack":
             self._listener.acked(_slabs(response.ack.ranges), response.ack.accepted_bytes)
         elif kind == "completed":
+            # The end is said after the last write. Before it some may be under way, and whoever
+            # hears that it is complete uses the blocks for something else.
+            if not self._end_said:
+                text = "the shard says that it has everything before it was told the end"
+                raise Fault(Reason.WRONG_STATE, text, {"state": "completed"})
             self._ended = True
             self._listener.completed()
 

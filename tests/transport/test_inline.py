@@ -188,6 +188,21 @@ async def test_a_chunk_carries_the_layers_of_its_blocks_in_the_canonical_order(
     assert bench.heard.words == ["opened", "acked", "completed"]
 
 
+async def test_a_shard_that_has_everything_before_the_end_is_not_believed(bench: Bench) -> None:
+    async def complete_at_once(requests: Any, context: Any) -> None:
+        await context.write(_opened())
+        await context.write(transfer_pb2.TransferResponse(completed={}))
+
+    bench.shard.behave = complete_at_once
+    stream = bench.open()
+    await bench.heard.said("broken")
+    assert isinstance(bench.heard.fault, Fault)
+    assert bench.heard.fault.metadata == {"state": "completed"}
+    assert not await stream.end(0, 0)
+    await stream.finished()
+    assert bench.heard.words == ["opened", "broken"]
+
+
 async def test_a_shards_refusal_is_heard_with_its_reason(bench: Bench) -> None:
     async def refuse(requests: Any, context: Any) -> None:
         await anext(requests)

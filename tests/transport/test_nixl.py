@@ -9,23 +9,26 @@ import signal
 import sys
 import time
 from collections.abc import AsyncIterator
+from typing import Any
 
+import grpc.aio
 import pytest
 
 from pd_grpc.engine.memory import HostKvMemory
-from pd_grpc.protocol.faults import Fault, Reason
-from pd_grpc.transport.base import NotUsable, ReceiveSide, SendSide, Unreachable
+from pd_grpc.protocol.faults import Fault, Reason, TransportFault
+from pd_grpc.transport.base import NotUsable, ReceiveSide, SendSide, Slab, Unreachable
 from pd_grpc.transport.chunk_codec import checksum
 from pd_grpc.transport.nixl import acceptor, agent
 from pd_grpc.transport.nixl import link as link_module
 from pd_grpc.transport.nixl.link import Link
 from pd_grpc.transport.nixl.receive import NixlReceive
 from pd_grpc.transport.nixl.send import NixlTransport, Reach
-from pd_grpc.v1 import layout_pb2, nixl_pb2, transfer_pb2, types_pb2
+from pd_grpc.v1 import layout_pb2, nixl_pb2, transfer_pb2, transfer_pb2_grpc, types_pb2
 from tests.transport.nixl_pool import BLOCKS, HOST, LARGE, SIZE, Writer, needs_nixl, open_pool
 from tests.transport.nixl_process import PATTERN
 from tests.transport.nixl_servers import freeze
 from tests.transport.shm_pool import LAYOUT, P
+from tests.transport.test_inline import Heard as Listener
 from tests.waiting import until
 
 CAME, WENT = ("p", 7, True), ("p", 7, False)
@@ -368,6 +371,65 @@ async def test_a_link_that_failed_is_followed_by_another() -> None:
         assert pool.block(5) == bytes([3]) * SIZE
         await reach.leave()
         await until(lambda: pool.news[-1] == WENT)
+
+
+# What P makes of D's word
+
+
+class Hasty(transfer_pb2_grpc.TransferServiceServicer):
+    """A shard that says it has everything as soon as it may."""
+
+    def __init__(self, receive: NixlReceive) -> None:
+        self.receive = receive
+        self.may = asyncio.Event()
+
+    async def Transfer(self, requests: Any, context: Any) -> None:
+        await anext(requests)
+        opened = transfer_pb2.TransferOpened(window_bytes=1 << 30)
+        opened.target.CopyFrom(self.receive.target([(0, range(BLOCKS))]))
+        await context.write(transfer_pb2.TransferResponse(opened=opened))
+        await self.may.wait()
+        await context.write(transfer_pb2.TransferResponse(completed={}))
+
+
+class Heard(Listener):
+    """May be told that P does not know whether it has stopped."""
+
+    stopped: bool | None = None
+
+    def broken(self, fault: Fault | TransportFault, stopped: bool = True) -> None:
+        super().broken(fault)
+        self.stopped = stopped
+
+
+@needs_nixl
+async def test_a_shard_that_has_everything_while_p_writes_is_not_believed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Otherwise P would use its blocks for another while they are read, and D hear of no write."""
+    monkeypatch.setattr(agent.Agent, "landed", lambda self, write: False)
+    async with open_pool(LARGE) as pool:
+        server, shard, heard = grpc.aio.server(), Hasty(pool.receive), Heard()
+        transfer_pb2_grpc.add_TransferServiceServicer_to_server(shard, server)
+        endpoint = f"{HOST}:{server.add_insecure_port(f'{HOST}:0')}"
+        await server.start()
+        memory = HostKvMemory(bytearray(BLOCKS * LARGE.block_bytes), LARGE)
+        transport = NixlTransport(SendSide(P, LARGE, memory, grpc.aio.insecure_channel))
+        about = layout_pb2.Shard(endpoint=endpoint, transport_metadata=pool.receive.metadata())
+        await transport.reach([about], types_pb2.Instance(name="d", epoch=1))
+        message = transfer_pb2.TransferOpen(grant_id="g", transport=layout_pb2.TRANSPORT_NIXL)
+        stream = transport.open(endpoint, message, heard, START_S, [])
+        await heard.said("opened")
+        assert await stream.write(Slab(0, 0, 4, 0, BLOCKS), range(BLOCKS))
+        ending = asyncio.create_task(stream.end(1, BLOCKS * LARGE.block_bytes))
+        shard.may.set()
+        await until(lambda: len(heard.words) > 1)
+        assert heard.words == ["opened", "broken"]
+        assert isinstance(heard.fault, Fault) and heard.fault.metadata == {"state": "completed"}
+        assert heard.stopped and pool.news == [CAME, WENT], "D has destroyed what P wrote through"
+        assert not await ending
+        await transport.stop()
+        await server.stop(0)
 
 
 # What D makes of a chunk
