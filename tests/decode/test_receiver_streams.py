@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -158,10 +159,10 @@ async def test_a_peer_that_reads_no_ack_is_stopped_at_its_window(served: Served)
     async with grpc.aio.insecure_channel(served.bulk.endpoint, SMALL_BUFFERS) as channel:
         call: Any = transfer_pb2_grpc.TransferServiceStub(channel).Transfer(timeout=60)
         await call.write(opening())
-        for _ in range(10_000):
-            if served.failures():
-                break
-            await call.write(chunk())
+        # How many it takes depends on how many acks D had time to make one of.
+        with contextlib.suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):
+            while not served.failures():
+                await call.write(chunk())
         (told,) = served.failures()
         assert f"the window is {WINDOW}" in told.message
         call.cancel()
