@@ -404,6 +404,12 @@ class RouterConfig(ServerConfig):
     retry_share: float = Field(
         0.1, ge=0, description="retry budget: tries elsewhere that each answered request adds"
     )
+    unread_tokens: int = Field(
+        16384,
+        ge=1,
+        description="tokens of all answers to a request that wait for a client that does not read,"
+        " each log-probability as one more, before no more is read from D",
+    )
     retry_wait_s: float = Field(
         1.0, ge=0, description="how long a request waits for others of a role that are out of reach"
     )

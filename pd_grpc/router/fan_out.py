@@ -19,6 +19,7 @@ from pd_grpc.router.routing import Routing
 from pd_grpc.router.runtime import RoutedCall
 from pd_grpc.router.spans import name_transfer
 from pd_grpc.router.timing import RequestTimes
+from pd_grpc.router.unread import Unread
 from pd_grpc.telemetry import names
 from pd_grpc.telemetry.tracing import Tracing
 from pd_grpc.v1 import inference_pb2, types_pb2
@@ -63,6 +64,7 @@ class FanOut:
         block_size = 0 if model is None else model.layout.block_size
         held_back = shares_prompt(request.prompt_tokens, block_size)
         self._rules = Choices(request.choices, held_back)
+        self._unread = Unread(routing.config.unread_tokens)
         self._choices: list[_Choice] = []
         self._failed: int | None = None
         self._named = False
@@ -127,6 +129,7 @@ class FanOut:
             self._budget_ends,
             span,
             tracing,
+            self._unread,
             partial(self._changed, number),
         )
         name_transfer(call.key, span, route)

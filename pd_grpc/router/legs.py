@@ -27,6 +27,7 @@ from pd_grpc.router.machine import (
 from pd_grpc.router.policies import LeastLoad, Target
 from pd_grpc.router.recovery import FIRST_ATTEMPT
 from pd_grpc.router.routing import Routing
+from pd_grpc.router.unread import Unread
 from pd_grpc.v1 import admin_pb2, inference_pb2, prefill_pb2, types_pb2
 
 STATUS_S = 0.2
@@ -69,7 +70,8 @@ class Call(Protocol):
 class AttemptLegs:
     """Performs what one attempt's `machine` wants of its legs, and feeds it what they say.
 
-    `generated` is the output the client has when the attempt begins.
+    `generated` is the output the client has when the attempt begins. The legs to D are not read
+    while too much is `unread`.
     """
 
     def __init__(
@@ -81,6 +83,7 @@ class AttemptLegs:
         key: TransferKey,
         machine: RoutedRequest,
         metadata: list[tuple[str, str]],
+        unread: Unread,
     ) -> None:
         self.machine = machine
         self._call = call
@@ -89,6 +92,7 @@ class AttemptLegs:
         self._generated = list(generated)
         self._key = key
         self._metadata = metadata
+        self._unread = unread
         self._prefill_call: Any = None
         self._decode_calls: dict[int, Any] = {}
         self._charges: dict[int | str, Callable[[], None]] = {}
@@ -220,6 +224,8 @@ class AttemptLegs:
         try:
             async for message in call:
                 self._on_decode_message(leg, message, target)
+                if not machine.ended:
+                    await self._unread.room()
         except grpc.aio.AioRpcError as error:
             fault = rpc.read_error(error)
             self._suspect(target, fault)

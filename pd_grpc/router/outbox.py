@@ -8,18 +8,24 @@ from pd_grpc.engine.base import Tokenizer
 from pd_grpc.engine.text import Detokenizer
 from pd_grpc.protocol.messages import MAX_TOKENS_PER_MESSAGE
 from pd_grpc.protocol.sampling import Sampling
+from pd_grpc.router.unread import Unread
 from pd_grpc.v1 import inference_pb2, types_pb2
 
 
 class Outbox:
     """Tokens of one answer between D and the client, with their text.
 
-    Holds what the client has not taken yet: at most the answer itself, which `max_tokens` bounds.
+    Holds what the client has not taken yet, and counts it in `unread`.
     """
 
     def __init__(
-        self, tokenizer: Tokenizer, sampling: Sampling, generated: Sequence[int] = ()
+        self,
+        tokenizer: Tokenizer,
+        sampling: Sampling,
+        unread: Unread,
+        generated: Sequence[int] = (),
     ) -> None:
+        self._unread = unread
         self._detokenizer = Detokenizer(tokenizer, sampling.stop, sampling.min_tokens)
         self._detokenizer.push(generated)  # the client has this text already
         self._token_ids: list[int] = []
@@ -31,6 +37,7 @@ class Outbox:
 
     def push(self, message: inference_pb2.GenerateResponse) -> None:
         """Add what D sent."""
+        self._unread.came(message)
         self._token_ids += message.token_ids
         self._logprobs += message.logprobs
         self._add_text(self._detokenizer.push(message.token_ids))
@@ -49,6 +56,7 @@ class Outbox:
         )
         del self._token_ids[:n], self._logprobs[:n]
         self._text.clear()
+        self._unread.taken(message)
         return message
 
     def _add_text(self, text: str) -> None:

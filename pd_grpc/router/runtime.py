@@ -24,6 +24,7 @@ from pd_grpc.router.routing import Routing
 from pd_grpc.router.spans import of_recovery
 from pd_grpc.router.suspects import Blame
 from pd_grpc.router.timing import AnswerTimes
+from pd_grpc.router.unread import Unread
 from pd_grpc.telemetry import names
 from pd_grpc.telemetry.log_events import Event
 from pd_grpc.telemetry.tracing import Tracing, inject, trace_id
@@ -45,6 +46,7 @@ class RoutedCall:
         budget_ends: float,
         span: Span,
         tracing: Tracing,
+        unread: Unread,
         on_change: Callable[[], None] = lambda: None,
     ) -> None:
         """`on_change` is told whenever the request may stand otherwise than before."""
@@ -65,7 +67,8 @@ class RoutedCall:
             FIRST_ATTEMPT,
         )
         self._elsewhere = Elsewhere(routing, request, self._machine)
-        self._outbox = Outbox(routing.tokenizer, request.sampling, request.generated)
+        self._unread = unread
+        self._outbox = Outbox(routing.tokenizer, request.sampling, unread, request.generated)
         self._output = list(request.generated)
         self._attempt_began_with = len(self._output)
         self._wake = asyncio.Event()
@@ -241,6 +244,7 @@ class RoutedCall:
             self.key,
             self._machine.request,
             self._metadata,
+            self._unread,
         )
 
     def _begin(self, begin: Begin) -> None:

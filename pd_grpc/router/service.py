@@ -28,6 +28,7 @@ from pd_grpc.router.routing import Routing
 from pd_grpc.router.runtime import RoutedCall
 from pd_grpc.router.spans import name_transfer
 from pd_grpc.router.timing import RequestTimes
+from pd_grpc.router.unread import Unread
 from pd_grpc.telemetry import names
 from pd_grpc.telemetry.tracing import (
     Tracing,
@@ -151,7 +152,10 @@ class RouterService(inference_pb2_grpc.InferenceServiceServicer):
                 call = FanOut(routing, routable, pairing, times, budget_ends, span, tracing)
             else:
                 one = times.another()
-                call = RoutedCall(routing, routable, pairing, one, budget_ends, span, tracing)
+                unread = Unread(config.unread_tokens)
+                call = RoutedCall(
+                    routing, routable, pairing, one, budget_ends, span, tracing, unread
+                )
                 name_transfer(call.key, span, route)
             span.set_attribute(names.ATTR_PROMPT_TOKENS, routable.prompt_tokens)
             fault = None

@@ -11,15 +11,17 @@ import grpc.aio
 import pytest
 from opentelemetry.context import Context
 
+from pd_grpc.engine.sim_tokenizer import SimTokenizer
 from pd_grpc.protocol import rpc
 from pd_grpc.protocol.choices import choice_seed
 from pd_grpc.protocol.faults import Code, Fault, Reason
 from pd_grpc.router.fan_out import FanOut
+from pd_grpc.router.unread import Unread
 from pd_grpc.telemetry import names
 from pd_grpc.v1 import admin_pb2, inference_pb2, sampling_pb2, types_pb2
 from tests.router.answers import TEXT, hand_over, hello, rest_of, say_hello, silence
 from tests.router.choosing import N, by_choice, generated, of_choice, pausing, several, tokens_of
-from tests.router.conftest import Site
+from tests.router.conftest import VOCAB, Site, sited
 from tests.router.pairs import STUCK, go_on, pairs, saying
 from tests.router.scripted import last, tokens
 from tests.router.test_service_operation import _left_of_requests
@@ -251,6 +253,50 @@ async def test_a_slow_reader_gets_every_token_of_every_choice_in_few_messages(
         range(N), [TEXT[0]] * count
     )
     assert len(messages) < 20
+
+
+@pytest.mark.parametrize("logprobs", [0, 3])
+async def test_of_answers_that_nobody_reads_no_more_waits_than_may(logprobs: int) -> None:
+    count, each, most = 6000, 10, 1000
+    size = each * (2 + logprobs if logprobs else 1)
+
+    async def flood(request: Any) -> AsyncIterator[Any]:
+        for _ in range(count // each):
+            said = tokens(*[TEXT[0]] * each)
+            for _ in range(each if logprobs else 0):
+                top = [types_pb2.TokenLogprob(token_id=1)] * logprobs
+                said.logprobs.add(chosen=top[0], top=top)
+            yield said
+        yield last()
+
+    messages: list[inference_pb2.GenerateResponse] = []
+    waiting = 0
+
+    async with sited(SimTokenizer(VOCAB), unread_tokens=most) as site:
+
+        def unread() -> int:
+            (of_all,) = {each._unread for each in site.router.in_flight.running()}  # type: ignore[attr-defined]
+            assert isinstance(of_all, Unread), "one for all choices"
+            return of_all.waiting
+
+        async def write_late(message: inference_pb2.GenerateResponse) -> None:
+            nonlocal waiting
+            messages.append(message)
+            if len(messages) > 1:
+                return
+            await until(lambda: unread() >= most)
+            for _ in range(20):
+                # As long as this takes D could go on, and has more to say.
+                await site.admin.ListTransfers(admin_pb2.ListTransfersRequest())
+            waiting = unread()
+
+        site.p.script, site.d1.script = hand_over, flood
+        request = inference_pb2.GenerateRequest(text="hi", sampling=several())
+        await site.router.service.route(request, 60, Context(), write_late)
+    assert most <= waiting < most + N * size, "each leg has read one message at the most beyond it"
+    assert {c: tokens_of(m) for c, m in by_choice(messages).items()} == dict.fromkeys(
+        range(N), [TEXT[0]] * count
+    )
 
 
 async def test_a_stop_string_ends_the_text_of_one_choice_alone(site: Site) -> None:
