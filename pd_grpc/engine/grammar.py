@@ -20,7 +20,7 @@ import numpy as np
 from llguidance import LLMatcher, LLTokenizer
 
 from pd_grpc.engine.base import Sampled, SampleSpec
-from pd_grpc.engine.grammar_trial import limits, needs_trial, try_grammar
+from pd_grpc.engine.grammar_trial import Trials, limits, needs_trial
 from pd_grpc.engine.sampler import Mask
 from pd_grpc.protocol.sampling import GrammarKind, StructuredOutput
 
@@ -105,14 +105,15 @@ class Grammars:
             raise GrammarError(found)
         return found
 
-    def compile(self, wanted: StructuredOutput) -> Grammar:
-        """Compile one that a client sent. GrammarError when that cannot be done, or takes more than
-        it may. Safe from any thread but the loop's: it may take seconds."""
+    def compile(self, wanted: StructuredOutput, trials: Trials) -> Grammar:
+        """Compile one that a client sent, what may be dear after a trial. GrammarError when that
+        cannot be done, or takes more than it may; RuntimeError as for trials. Safe from any thread
+        but the loop's: it may take seconds."""
         found = self.known(wanted)
         if found is not None:
             return found
         try:
-            found = self._compile(wanted, trial=True)
+            found = self._compile(wanted, trials)
         except GrammarError as error:
             with self._lock:
                 self._keep(wanted, str(error))
@@ -175,7 +176,7 @@ class Grammars:
     ) -> Position:
         grammar = self.known(wanted)
         if grammar is None or grammar is stale:
-            grammar = self._compile(wanted, trial=False)
+            grammar = self._compile(wanted, None)
             with self._lock:
                 self._keep(wanted, grammar)
         matcher = grammar.start.deep_copy()
@@ -198,12 +199,12 @@ class Grammars:
                 mask = fewer
         return mask
 
-    def _compile(self, wanted: StructuredOutput, trial: bool) -> Grammar:
+    def _compile(self, wanted: StructuredOutput, trials: Trials | None) -> Grammar:
+        """With `trials` one that has not been tried yet."""
         text = self._source(wanted)
-        if trial and wanted.kind is GrammarKind.JSON_SCHEMA and needs_trial(wanted.text):
-            wrong = try_grammar(text)
-            if wrong:
-                raise GrammarError(_first_line(wrong))
+        dear = wanted.kind is GrammarKind.JSON_SCHEMA and needs_trial(wanted.text)
+        if trials is not None and dear and (wrong := trials.try_grammar(text)):
+            raise GrammarError(_first_line(wrong))
         tokenizer, allowed = self._tokens(), limits()
         begun = time.thread_time()
         start = LLMatcher(tokenizer, text, log_level=0, limits=allowed)
@@ -215,7 +216,7 @@ class Grammars:
             nothing = wrong.startswith("NoExtension")
             raise GrammarError("no answer can follow it" if nothing else _first_line(wrong))
         grammar = Grammar(wanted, start, time.thread_time() - begun)
-        if trial:
+        if trials is not None:
             self._begin_answers(grammar, allowed.max_lexer_states)
         return grammar
 

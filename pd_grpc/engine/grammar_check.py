@@ -15,6 +15,7 @@ from pd_grpc.v1 import sampling_pb2
 
 if TYPE_CHECKING:  # The library is there with the engine that uses it.
     from pd_grpc.engine.grammar import Grammar, Grammars
+    from pd_grpc.engine.grammar_trial import Trials
 
 MAX_WAITING = 64
 """Grammars that may wait to be compiled."""
@@ -40,6 +41,11 @@ class GrammarCheck:
         self._grammars = grammars
         self._thread = ThreadPoolExecutor(1, "pd-grammar")
         self._compiling: dict[StructuredOutput, asyncio.Future[Grammar]] = {}
+        self._trials: Trials | None = None
+        if grammars is not None:
+            from pd_grpc.engine.grammar_trial import Trials
+
+            self._trials = Trials()
 
     async def look(self, params: sampling_pb2.SamplingParams, output: Sequence[int] = ()) -> Looked:
         """Look at a request's grammar, and whether it allows the `output` that the request has
@@ -51,6 +57,7 @@ class GrammarCheck:
         if wanted is None or sampling_errors(sampling):
             return Looked()
         from pd_grpc.engine.grammar import GrammarError
+        from pd_grpc.engine.grammar_trial import Stopped
 
         try:
             grammar = self._grammars.known(wanted) or await self._compiled(wanted)
@@ -59,12 +66,16 @@ class GrammarCheck:
             wrong = wanted.error(str(error))
         except Fault as fault:
             return Looked(fault)
+        except Stopped as error:
+            return Looked(Fault(Reason.DRAINING, str(error)))
         except RuntimeError as error:
             return Looked(Fault(Reason.ENGINE_ERROR, str(error)))
         return Looked(grammar=grammar) if wrong is None else Looked(bad_request([wrong]))
 
     async def stop(self) -> None:
-        """Wait for what is compiled, and end the thread."""
+        """End a trial, wait for what is compiled here, and end the thread."""
+        if self._trials is not None:
+            self._trials.stop()
         await asyncio.to_thread(self._thread.shutdown, cancel_futures=True)
 
     async def _compiled(self, wanted: StructuredOutput) -> Grammar:
@@ -73,9 +84,10 @@ class GrammarCheck:
         if under_way is None:
             if len(self._compiling) >= MAX_WAITING:
                 raise _full()
-            assert self._grammars is not None
+            assert self._grammars is not None and self._trials is not None
             loop = asyncio.get_running_loop()
-            under_way = loop.run_in_executor(self._thread, self._grammars.compile, wanted)
+            compile_it = self._grammars.compile
+            under_way = loop.run_in_executor(self._thread, compile_it, wanted, self._trials)
             self._compiling[wanted] = under_way
             under_way.add_done_callback(lambda done: self._over(wanted, done))
         return await asyncio.shield(under_way)

@@ -16,6 +16,7 @@ import resource
 import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 from llguidance import LLMatcher, LLParserLimits
@@ -49,28 +50,71 @@ def needs_trial(json_schema: str) -> bool:
     return len(text) > MAX_SIMPLE_BYTES or any(word in text for word in _DEAR)
 
 
-def try_grammar(grammar: str, cpu_s: float = CPU_S, memory_bytes: int = MEMORY_BYTES) -> str:
-    """Compile `grammar`, in the library's own form, in a process of its own. What is wrong with it,
-    empty when nothing is. RuntimeError when that process could not do its work."""
-    too_long = f"takes more than {cpu_s:g} s to compile"
-    bounds = [str(cpu_s), str(memory_bytes)]
-    command = [sys.executable, "-m", "pd_grpc.engine.grammar_trial", *bounds]
-    # As this process imports, so shall that one, wherever it was started from.
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
-    try:
-        done = subprocess.run(
-            command, input=grammar.encode(), capture_output=True, timeout=WALL_S, env=environment
-        )
-    except subprocess.TimeoutExpired:
-        return too_long
-    if done.returncode == 0:
-        return done.stdout.decode()
-    if done.returncode == -signal.SIGPROF:
-        return too_long
-    if done.returncode in (-signal.SIGABRT, -signal.SIGSEGV):
-        return f"takes more than {memory_bytes >> 20} MiB, or too deep a stack, to compile"
-    last = done.stderr.decode(errors="replace").strip().rpartition("\n")[2]
-    raise RuntimeError(f"the trial of a grammar ended with {done.returncode}: {last}")
+class Stopped(RuntimeError):
+    """No grammar is tried any more."""
+
+
+class Trials:
+    """Tries grammars until it is stopped. Safe from any thread but the loop's."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._running: set[subprocess.Popen[bytes]] = set()
+        self._stopped = False
+
+    def try_grammar(
+        self, grammar: str, cpu_s: float = CPU_S, memory_bytes: int = MEMORY_BYTES
+    ) -> str:
+        """Compile `grammar`, in the library's own form, in a process of its own. What is wrong with
+        it, empty when nothing is. RuntimeError when that process could not do its work, Stopped
+        when it was not let."""
+        too_long = f"takes more than {cpu_s:g} s to compile"
+        process = self._begin(cpu_s, memory_bytes)
+        with process:
+            try:
+                told, errors = process.communicate(grammar.encode(), WALL_S)
+            except subprocess.TimeoutExpired:
+                return too_long
+            finally:
+                process.kill()
+                with self._lock:
+                    self._running.discard(process)
+        if self._stopped:
+            raise Stopped("no grammar is tried any more")
+        status = process.returncode
+        if status == 0:
+            return told.decode()
+        if status == -signal.SIGPROF:
+            return too_long
+        if status in (-signal.SIGABRT, -signal.SIGSEGV):
+            return f"takes more than {memory_bytes >> 20} MiB, or too deep a stack, to compile"
+        last = errors.decode(errors="replace").strip().rpartition("\n")[2]
+        raise RuntimeError(f"the trial of a grammar ended with {status}: {last}")
+
+    def stop(self) -> None:
+        """End the trials under way, and begin no other."""
+        with self._lock:
+            self._stopped = True
+            for process in self._running:
+                process.kill()
+
+    def _begin(self, cpu_s: float, memory_bytes: int) -> subprocess.Popen[bytes]:
+        bounds = [str(cpu_s), str(memory_bytes)]
+        command = [sys.executable, "-m", "pd_grpc.engine.grammar_trial", *bounds]
+        # As this process imports, so shall that one, wherever it was started from.
+        path = os.pathsep.join(each for each in sys.path if each)
+        with self._lock:
+            if self._stopped:
+                raise Stopped("no grammar is tried any more")
+            process = subprocess.Popen(
+                command,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                env={**os.environ, "PYTHONPATH": path},
+            )
+            self._running.add(process)
+        return process
 
 
 def main() -> None:

@@ -18,7 +18,7 @@ from pd_grpc.engine import grammar_trial
 from pd_grpc.engine.base import Sampled, SampleSpec
 from pd_grpc.engine.constraint import constraint_of
 from pd_grpc.engine.grammar import GrammarError, Grammars
-from pd_grpc.engine.grammar_trial import needs_trial, try_grammar
+from pd_grpc.engine.grammar_trial import Trials, needs_trial
 from pd_grpc.engine.hf_tokenizer import HfTokenizer
 from pd_grpc.engine.sampler import sample
 from pd_grpc.protocol.sampling import GrammarKind, Sampling, StructuredOutput
@@ -27,6 +27,7 @@ from tests.engine.torch_models import VOCAB, byte_tokenizer
 TOKENIZER = HfTokenizer(byte_tokenizer())
 EOS = frozenset([257])
 LONGEST = 300
+TRIALS = Trials()
 
 
 def grammars() -> Grammars:
@@ -151,7 +152,7 @@ def test_equal_answers_do_not_disturb_each_other() -> None:
 
 def test_output_that_the_grammar_does_not_allow_is_told_where_it_leaves_it() -> None:
     known = grammars()
-    grammar = known.compile(regex("abc+"))
+    grammar = known.compile(regex("abc+"), TRIALS)
     assert known.check_output(grammar, TOKENIZER.encode("abcc")) == 4
     assert known.check_output(grammar, TOKENIZER.encode("abx")) == 2
     chosen = known.choose(
@@ -232,7 +233,7 @@ def test_what_cannot_be_followed_is_refused_with_the_reason(case: str) -> None:
     known = grammars()
     for _ in range(2):  # The second time from memory.
         with pytest.raises(GrammarError, match=re.escape(reason)):
-            known.compile(wanted)
+            known.compile(wanted, TRIALS)
     assert isinstance(known._recent[wanted], str)
 
 
@@ -246,7 +247,7 @@ def test_a_bound_that_costs_nothing_is_no_fault() -> None:
         schema({"type": "string", "maxLength": 1000000}),
         schema({"type": "array", "items": {"type": "integer"}, "maxItems": 1000000}),
     ):
-        assert known.compile(wanted).wanted == wanted
+        assert known.compile(wanted, TRIALS).wanted == wanted
 
 
 def patterns(count: int) -> object:
@@ -256,13 +257,13 @@ def patterns(count: int) -> object:
 def test_a_schema_that_takes_for_ever_takes_its_time_and_no_more() -> None:
     assert needs_trial(schema(patterns(50)).text)
     source = grammars()._source(schema(patterns(50)))
-    assert try_grammar(source, cpu_s=0.2) == "takes more than 0.2 s to compile"
-    assert try_grammar(grammars()._source(schema(patterns(1)))) == ""
+    assert TRIALS.try_grammar(source, cpu_s=0.2) == "takes more than 0.2 s to compile"
+    assert TRIALS.try_grammar(grammars()._source(schema(patterns(1)))) == ""
 
 
 def test_a_schema_that_eats_memory_eats_so_much_and_no_more() -> None:
     source = grammars()._source(schema({"enum": [{"a": [i]} for i in range(800)]}))
-    assert "takes more than 1 MiB" in try_grammar(source, memory_bytes=1 << 20)
+    assert "takes more than 1 MiB" in TRIALS.try_grammar(source, memory_bytes=1 << 20)
 
 
 def test_only_what_is_small_and_plain_is_compiled_without_a_trial() -> None:
@@ -281,9 +282,11 @@ def test_a_lexer_that_is_full_is_made_anew(monkeypatch: pytest.MonkeyPatch) -> N
     compiled = []
     right = Grammars._compile
 
-    def counted(self: Grammars, wanted: StructuredOutput, trial: bool) -> grammar_module.Grammar:
+    def counted(
+        self: Grammars, wanted: StructuredOutput, trials: Trials | None
+    ) -> grammar_module.Grammar:
         compiled.append(wanted)
-        return right(self, wanted, trial)
+        return right(self, wanted, trials)
 
     monkeypatch.setattr(Grammars, "_compile", counted)
     assert written(wide, 5, by=lambda: kept, min_tokens=LONGEST) == meant
@@ -295,9 +298,9 @@ def test_a_lexer_that_is_full_is_made_anew(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_what_is_kept_is_bounded_and_what_is_held_is_kept() -> None:
     known = grammars()
-    held = known.compile(regex("held"))
+    held = known.compile(regex("held"), TRIALS)
     for i in range(grammar_module._KEPT_GRAMMARS + 6):
-        known.compile(regex(f"a{{{i + 1}}}"))
+        known.compile(regex(f"a{{{i + 1}}}"), TRIALS)
         written(regex(f"b{{{i + 1}}}c+"), by=lambda: known)
     assert len(known._recent) == grammar_module._KEPT_GRAMMARS
     assert known.known(held.wanted) is held and known.known(regex("a{1}")) is None

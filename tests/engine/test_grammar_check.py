@@ -1,0 +1,54 @@
+"""What P and D ask of a grammar, when the server stops in the middle of it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import signal
+
+import psutil
+import pytest
+
+from pd_grpc.engine.constraint import constraint_of
+from pd_grpc.engine.grammar_check import GrammarCheck
+from pd_grpc.engine.grammar_trial import Stopped, Trials
+from pd_grpc.engine.hf_tokenizer import HfTokenizer
+from pd_grpc.protocol.faults import Reason
+from pd_grpc.v1 import sampling_pb2
+from tests.engine.torch_models import VOCAB, byte_tokenizer
+from tests.waiting import until
+
+PATTERNS = [{"type": "string", "pattern": f".*{i}.*"} for i in range(50)]
+HOSTILE = sampling_pb2.SamplingParams(
+    max_tokens=8,
+    structured_output=sampling_pb2.StructuredOutput(json_schema=json.dumps({"allOf": PATTERNS})),
+)
+"""A schema that takes minutes to compile."""
+
+
+def trials_under_way() -> list[psutil.Process]:
+    """Processes of this one that try a grammar."""
+    children = psutil.Process().children()
+    return [child for child in children if "pd_grpc.engine.grammar_trial" in child.cmdline()]
+
+
+async def test_a_check_that_stops_ends_the_trial_under_way() -> None:
+    check = GrammarCheck(constraint_of(HfTokenizer(byte_tokenizer()), VOCAB, frozenset([257])))
+    first, second = (asyncio.create_task(check.look(HOSTILE)) for _ in range(2))
+    await until(lambda: bool(trials_under_way()))
+    (trial,) = trials_under_way()
+    # Of itself it ends no more: it has no processor time to spend.
+    trial.send_signal(signal.SIGSTOP)
+    await check.stop()
+    assert not psutil.pid_exists(trial.pid), "it lives on, or nobody has asked how it ended"
+    for looked in await asyncio.gather(first, second):
+        assert looked.grammar is None and looked.fault is not None
+        assert looked.fault.reason is Reason.DRAINING, "the time for it was waited for"
+
+
+def test_what_has_stopped_tries_no_more() -> None:
+    trials = Trials()
+    trials.stop()
+    with pytest.raises(Stopped):
+        trials.try_grammar("")
+    assert trials_under_way() == []
