@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from pathlib import Path
+from typing import NamedTuple
 
 from pd_grpc.engine.chunks import cut_of
 from pd_grpc.engine.model_error import ModelError
@@ -118,36 +119,53 @@ def _kib(file: Path, wanted: str) -> int | None:
     return None
 
 
+class _Cgroup(NamedTuple):
+    """The files of a memory cgroup, and the line of its memory.stat for files that nobody has used
+    for a while, its children's too."""
+
+    limit: str
+    used: str
+    inactive: str
+
+
+_V2 = _Cgroup("memory.max", "memory.current", "inactive_file")
+_V1 = _Cgroup("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+
+
 def _left_in_cgroups(root: Path, own: Path) -> list[int]:
-    """What each cgroup above the process that has a limit has left, in bytes: cgroup v2."""
+    """What each cgroup above the process that has a limit has left, in bytes."""
     try:
         lines = own.read_text(encoding="utf-8").splitlines()
     except OSError:
         return []
     found = []
     for line in lines:
-        number, _, path = line.split(":", 2)
-        if number != "0":
+        number, controllers, path = line.split(":", 2)
+        if number == "0":
+            files, top = _V2, root
+        elif "memory" in controllers.split(","):
+            files, top = _V1, root / "memory"
+        else:
             continue
-        folder = root / path.lstrip("/")
+        folder = top / path.lstrip("/")
         for level in (folder, *folder.parents):
-            if level == root.parent:
+            if level == top.parent:
                 break
-            found += _left_in(level)
+            found += _left_in(level, files)
     return found
 
 
-def _left_in(cgroup: Path) -> list[int]:
+def _left_in(cgroup: Path, files: _Cgroup) -> list[int]:
     try:
-        limit = (cgroup / "memory.max").read_text(encoding="ascii").strip()
-        used = int((cgroup / "memory.current").read_text(encoding="ascii"))
+        limit = (cgroup / files.limit).read_text(encoding="ascii").strip()
+        used = int((cgroup / files.used).read_text(encoding="ascii"))
         stat = (cgroup / "memory.stat").read_text(encoding="ascii").splitlines()
     except OSError:
         return []
     if limit == "max":
         return []
     # Files that nobody has used for a while make room before anything else does.
-    cached = sum(int(line.split()[1]) for line in stat if line.startswith("inactive_file "))
+    cached = sum(int(line.split()[1]) for line in stat if line.startswith(f"{files.inactive} "))
     return [max(0, int(limit) - used + cached)]
 
 

@@ -55,6 +55,63 @@ def test_a_cgroup_with_a_limit_bounds_it(tmp_path: Path, monkeypatch: pytest.Mon
         check_pool(2, 4096)
 
 
+V2_STAT = """anon 12288
+file 8192
+kernel 4096
+inactive_anon 0
+active_anon 12288
+inactive_file 2048
+active_file 6144
+workingset_refault_file 700
+"""
+V1_STAT = """cache 8192
+rss 12288
+mapped_file 0
+inactive_anon 0
+active_anon 12288
+inactive_file 512
+active_file 6144
+hierarchical_memory_limit 1073741824
+total_cache 8192
+total_rss 12288
+total_inactive_file 2048
+total_active_file 6144
+"""
+V2 = ("0::{}\n", "", "memory.max", "memory.current", V2_STAT, "max\n")
+V1 = (
+    "11:cpuset:/\n9:hugetlb,memory:{}\n3:cpu,cpuacct:/pod\n0::/\n",
+    "memory",
+    "memory.limit_in_bytes",
+    "memory.usage_in_bytes",
+    V1_STAT,
+    f"{(1 << 63) - 4096}\n",
+)
+
+
+@pytest.mark.parametrize("version", [V1, V2], ids=["v1", "v2"])
+@pytest.mark.parametrize("path", ["/kube/pod", "/", "/as/the/host/calls/it"])
+def test_the_page_cache_of_a_cgroup_that_nobody_uses_is_room(
+    version: tuple[str, ...], path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The limit stands at the top, as a container sees it, whatever its own group is called."""
+    of_process, top, limit, used, stat, unlimited = version
+    own = tmp_path / "own"
+    own.write_text(of_process.format(path))
+    root = tmp_path / "cgroup"
+    for folder, bytes_allowed in (
+        (root / top / "kube" / "pod", unlimited),
+        (root / top, f"{1 << 20}\n"),
+    ):
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / limit).write_text(bytes_allowed)
+        (folder / used).write_text(f"{(1 << 20) - 5000}\n")
+        (folder / "memory.stat").write_text(stat)
+    monkeypatch.setattr(pool_size, "_CGROUPS", root)
+    monkeypatch.setattr(pool_size, "_OWN_CGROUP", own)
+    monkeypatch.setattr(pool_size, "_OWN_STATUS", tmp_path / "none")
+    assert available_bytes() == 5000 + 2048
+
+
 def test_a_pool_of_gib_has_as_many_blocks_as_fit_in() -> None:
     config = EngineConfig(pool_gib=0.5)
 
