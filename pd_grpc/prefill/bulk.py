@@ -301,6 +301,9 @@ class _Transfer:
         self._tell(ev.TransferBroken(self._key, self._strand, fault, stopped))
 
     async def _send(self, stream: SendStream, connection: Hashable) -> None:
+        if self._leftovers:
+            # Of an earlier stream: what it still wrote would land under the end of this one.
+            await asyncio.wait(list(self._leftovers))
         while True:
             await self._more.wait()
             self._more.clear()

@@ -9,42 +9,32 @@ from __future__ import annotations
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable
 
 from pd_grpc.servers import prefill
-from pd_grpc.transport.shm.copying import Copy, copy_each
-from pd_grpc.transport.shm.mapping import PoolMapping
+from pd_grpc.transport.shm import copying
+from pd_grpc.transport.shm.copy_queue import Copy
 
 
 def main() -> int:
-    right = PoolMapping.write
+    right = copying.copy_each
     written = 0
 
-    def halting(
-        self: PoolMapping,
-        blocks: Sequence[int],
-        group: int,
-        layer: int,
-        layers: int,
-        pieces: Sequence[memoryview],
-        copy: Callable[[Iterable[Copy]], None] = copy_each,
-    ) -> None:
+    def halting(each: Iterable[Copy]) -> None:
         nonlocal written
         written += 1
         if written > 1:
-            right(self, blocks, group, layer, layers, pieces, copy)
+            right(each)
             return
-        assert len(blocks) > 1, "there is a middle"
-        whole = memoryview(b"".join(pieces))
-        middle = whole.nbytes // len(blocks)
-        right(self, blocks[:1], group, layer, layers, [whole[:middle]], copy)
+        part = list(each)
+        right((to[: len(to) // 2], source[: len(to) // 2]) for to, source in part)
         print("halting", flush=True)
         # To this thread: another might take one for the process, while this one wrote on.
         signal.pthread_kill(threading.get_ident(), signal.SIGSTOP)
-        right(self, blocks[1:], group, layer, layers, [whole[middle:]], copy)
+        right((to[len(to) // 2 :], source[len(to) // 2 :]) for to, source in part)
         print("resumed", flush=True)
 
-    PoolMapping.write = halting  # type: ignore[method-assign]
+    setattr(copying, "copy_each", halting)  # noqa: B010 - the module calls it by its name
     return prefill.main(sys.argv[1:])
 
 

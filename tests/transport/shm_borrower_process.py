@@ -17,6 +17,7 @@ import sys
 
 from pd_grpc.transport.base import Unreachable
 from pd_grpc.transport.shm import borrower
+from pd_grpc.transport.shm.copying import copy_each
 from pd_grpc.transport.shm.mapping import Attachment
 from pd_grpc.transport.shm.packets import unix_socket
 from pd_grpc.v1 import shm_pb2
@@ -67,7 +68,7 @@ def main(shard_hex: str, how: str) -> None:
 def fill(attachment: Attachment, block: int, byte: int) -> None:
     for group, layers in ((0, 3), (1, 1)):
         piece = memoryview(bytes([byte]) * layers * LAYOUT.layer_bytes(group))
-        attachment.mapping.write([block], group, 0, layers, [piece])
+        copy_each(attachment.mapping.copies([block], group, 0, layers, [piece]))
 
 
 if __name__ == "__main__":

@@ -24,6 +24,7 @@ from pd_grpc.transport.base import NotUsable, ReceiveSide, Unreachable
 from pd_grpc.transport.shm import borrower as borrowing
 from pd_grpc.transport.shm import lender, peers
 from pd_grpc.transport.shm.borrower import borrow
+from pd_grpc.transport.shm.copying import copy_each
 from pd_grpc.transport.shm.peers import Stranger
 from pd_grpc.transport.shm.receive import ShmReceive
 from pd_grpc.v1 import shm_pb2, types_pb2
@@ -92,7 +93,7 @@ async def test_who_borrows_the_pool_writes_where_d_reads(lent: LentPool) -> None
     attachment = await borrow(lent.shard, P, LAYOUT)
     assert lent.news == [CAME], "D knows before P can ask for anything"
     pieces = [memoryview(bytes([i]) * 3 * LAYOUT.layer_bytes(0)) for i in (1, 2)]
-    attachment.mapping.write([5, 2], 0, 0, 3, pieces)
+    copy_each(attachment.mapping.copies([5, 2], 0, 0, 3, pieces))
     end = 3 * LAYOUT.layer_bytes(0)
     assert lent.block(5)[:end] == bytes([1]) * end
     assert lent.block(2)[:end] == bytes([2]) * end
@@ -104,7 +105,8 @@ async def test_who_borrows_the_pool_writes_where_d_reads(lent: LentPool) -> None
 async def test_a_slab_is_written_whole_however_it_is_cut(lent: LentPool) -> None:
     attachment = await borrow(lent.shard, P, LAYOUT)
     whole = bytes(range(1, 1 + 2 * LAYOUT.layer_bytes(0)))
-    attachment.mapping.write([3, 4], 0, 1, 1, [memoryview(whole)[:5], memoryview(whole)[5:]])
+    pieces = [memoryview(whole)[:5], memoryview(whole)[5:]]
+    copy_each(attachment.mapping.copies([3, 4], 0, 1, 1, pieces))
     at = LAYOUT.layer_offset(0, 1)
     stored = [lent.block(b)[at : at + LAYOUT.layer_bytes(0)] for b in (3, 4)]
     assert b"".join(stored) == whole
@@ -116,9 +118,9 @@ async def test_nothing_is_written_outside_the_pool(lent: LentPool, block: int) -
     attachment = await borrow(lent.shard, P, LAYOUT)
     piece = memoryview(b"x" * LAYOUT.layer_bytes(0))
     with pytest.raises(ValueError, match="outside the pool"):
-        attachment.mapping.write([1, block], 0, 0, 1, [piece, piece])
+        attachment.mapping.copies([1, block], 0, 0, 1, [piece, piece])
     with pytest.raises(ValueError, match="the pieces are not"):
-        attachment.mapping.write([1], 0, 0, 1, [piece, piece])
+        attachment.mapping.copies([1], 0, 0, 1, [piece, piece])
     assert bytes(lent.buffer.view) == bytes(BLOCKS * SIZE)
     attachment.forget()
 
@@ -130,7 +132,7 @@ async def test_a_pool_is_let_go_of_when_the_last_stream_has_ended(lent: LentPool
     attachment.forget()
     attachment.release()
     piece = memoryview(b"x" * LAYOUT.layer_bytes(0))
-    attachment.mapping.write([1], 0, 0, 1, [piece])
+    copy_each(attachment.mapping.copies([1], 0, 0, 1, [piece]))
     assert lent.news == [CAME]
     attachment.release()
     await until(lambda: lent.news == [CAME, WENT])

@@ -6,11 +6,11 @@ import fcntl
 import mmap
 import os
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from pd_grpc.protocol.extents import joined
 from pd_grpc.protocol.layout import KvLayout
-from pd_grpc.transport.shm.copying import Copy, copies, copy_each
+from pd_grpc.transport.shm.copy_queue import Copy, copies
 
 
 class NotOurs(Exception):
@@ -38,20 +38,20 @@ class PoolMapping:
             raise NotOurs(f"the memfd cannot be mapped: {error.strerror}") from error
         self._view = memoryview(self._map)
         self._layout = layout
+        # Reckoned once: a slab asks for each of its blocks.
+        self._block_bytes = layout.block_bytes
         self.num_blocks = size // layout.block_bytes
 
-    def write(
+    def copies(
         self,
         blocks: Sequence[int],
         group: int,
         layer: int,
         layers: int,
         pieces: Sequence[memoryview],
-        copy: Callable[[Iterable[Copy]], None] = copy_each,
-    ) -> None:
-        """Copy a slab, given in pieces to be joined in order, to physical `blocks`. When it returns
-        nothing is being written any more. ValueError, writing nothing, when a block is outside the
-        pool or the pieces have another size."""
+    ) -> Iterator[Copy]:
+        """What writes a slab, given in pieces to be joined in order, to physical `blocks`.
+        ValueError when a block is outside the pool or the pieces have another size."""
         offset = self._layout.layer_offset(group, layer)
         size = layers * self._layout.layer_bytes(group)
         for block in blocks:
@@ -59,8 +59,8 @@ class PoolMapping:
                 raise ValueError(f"block {block} is outside the pool of {self.num_blocks}")
         if sum(piece.nbytes for piece in pieces) != size * len(blocks):
             raise ValueError(f"the pieces are not {len(blocks)} times {size} bytes")
-        starts = [block * self._layout.block_bytes + offset for block in blocks]
-        copy(copies([self._view[at:end] for at, end in joined(starts, size)], pieces))
+        starts = [block * self._block_bytes + offset for block in blocks]
+        return copies([self._view[at:end] for at, end in joined(starts, size)], pieces)
 
     def close(self) -> None:
         """Unmap it."""

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from google.protobuf.message import DecodeError
 
 from pd_grpc.engine.base import KvMemory
+from pd_grpc.protocol.faults import Fault, TransportFault
+from pd_grpc.protocol.unforeseen import defect
 from pd_grpc.transport.base import (
     NotUsable,
     SendSide,
@@ -22,14 +25,14 @@ from pd_grpc.transport.chunk_codec import OutgoingChunk, checksum
 from pd_grpc.transport.chunks import chunk_of
 from pd_grpc.transport.one_sided import granted_blocks, not_reached, where
 from pd_grpc.transport.shm.borrower import borrow
-from pd_grpc.transport.shm.copying import Copier, Copy
+from pd_grpc.transport.shm.copying import Copier, Copying
 from pd_grpc.transport.shm.mapping import Attachment
 from pd_grpc.v1 import layout_pb2, shm_pb2, transfer_pb2, types_pb2
 
-SLAB_BYTES = 64 << 20
+SLAB_BYTES = 128 << 20
 """A chunk costs either end the same however much it is about: of 32 and 64 MiB to a chunk, 256 MiB
-went at 8.1 and 9.6 GiB/s, and at 2.6 of 1 MiB (the legs of `pd-grpc bench kv`, two busy cores). A
-copy of it holds P's bulk loop for some 6 ms."""
+went at 8.1 and 9.6 GiB/s, and at 2.6 of 1 MiB (the legs of `pd-grpc bench kv`, two busy cores). Two
+of these are in D's window, so that one is copied while D is told of the other."""
 
 
 @dataclass
@@ -129,14 +132,14 @@ class ShmTransport(CallTransport):
     ) -> SendStream:
         pool = self._pools.get(endpoint)
         attachment = None if pool is None else pool.attachment
-        copy = self._copier.copy
         # D's pool has the order of ours, or it would not have chosen this transport.
         stored = self._side.memory.stored
-        return ShmStream(call, message, listener, stored, attachment, copy)
+        return ShmStream(call, message, listener, stored, attachment, self._copier)
 
 
 class ShmStream(CallStream):
-    """One Transfer call, and the right to write to the blocks of its grant until it has ended."""
+    """One Transfer call, and the right to write to the blocks of its grant until it has ended and
+    nothing of it is being copied any more: until then the pool stays mapped."""
 
     def __init__(
         self,
@@ -145,17 +148,20 @@ class ShmStream(CallStream):
         listener: StreamListener,
         memory: KvMemory,
         attachment: Attachment | None,
-        copy: Callable[[Iterable[Copy]], None],
+        copier: Copier,
     ) -> None:
         super().__init__(call, message, listener)
         self._memory = memory
         self._attachment = attachment
-        self._copy = copy
+        self._copier = copier
         self._blocks: Mapping[int, int] = {}
         self._audit = False
+        self._copyings: set[Copying] = set()
+        self._told: asyncio.Task[bool] | None = None
+        """Of the last slab: D was told of it and of all before."""
+        self._failed: BaseException | None = None
         if attachment is not None:
             attachment.hold()
-            # Once its reader has ended a stream writes no more; while it writes nobody else runs.
             self._reader.add_done_callback(lambda _: attachment.release())
 
     def _take_target(self, opened: transfer_pb2.TransferOpened) -> None:
@@ -169,13 +175,59 @@ class ShmStream(CallStream):
         )
         self._audit = opened.audit
 
-    def _chunk(self, slab: Slab, blocks: Sequence[int]) -> OutgoingChunk:
+    async def write(self, slab: Slab, blocks: Sequence[int]) -> bool:
+        """See `SendStream.write`. It is copied meanwhile, and D is told afterwards."""
+        if self._ended:
+            return False
         attachment = self._attachment
         assert attachment is not None, "nothing is sent before the target is known"
         pieces = self._memory.read(blocks, slab.group, slab.layer, slab.layers)
         to = where(slab, self._blocks)
-        attachment.mapping.write(to, slab.group, slab.layer, slab.layers, pieces, self._copy)
+        copies = attachment.mapping.copies(to, slab.group, slab.layer, slab.layers, pieces)
         header = chunk_of(slab, checksum(pieces) if self._audit else 0)
         header.descriptor.kind = layout_pb2.TRANSPORT_SHM
         header.descriptor.handle = attachment.pool_id
-        return OutgoingChunk(header, ())
+        copying = self._copier.start(self, copies)
+        self._copyings.add(copying)
+        attachment.hold()
+        copying.over.add_done_callback(lambda _: self._copied(copying, attachment))
+        telling = self._tell(self._told, copying, OutgoingChunk(header, ()))
+        self._told = asyncio.create_task(telling, name="pd-shm-tell")
+        return True
+
+    def _copied(self, copying: Copying, attachment: Attachment) -> None:
+        """Nothing of a slab is written any more; its views of the pool are gone."""
+        self._copyings.discard(copying)
+        attachment.release()
+        self._failed = self._failed or copying.over.exception()
+        if self._failed is not None:
+            self._call.cancel()
+
+    async def _tell(
+        self, before: asyncio.Task[bool] | None, copying: Copying, chunk: OutgoingChunk
+    ) -> bool:
+        """Send the chunk of a slab that has been copied, all of it; one after the other."""
+        await asyncio.wait([copying.over])
+        told = before is None or await before
+        return told and copying.copied and await self._send(chunk)
+
+    async def end(self, chunks: int, payload_bytes: int) -> bool:
+        """See `SendStream.end`."""
+        if self._told is not None:
+            await asyncio.wait([self._told])
+            if not self._told.result():
+                return False
+        return await super().end(chunks, payload_bytes)
+
+    def _chunk(self, slab: Slab, blocks: Sequence[int]) -> OutgoingChunk:
+        raise AssertionError("chunks are sent by `_tell`")
+
+    async def _settle(self) -> bool:
+        """See `CallStream._settle`: what is being copied is waited for, the rest is not begun."""
+        await self._copier.stop(self._copyings)
+        if self._told is not None:
+            await asyncio.wait([self._told])
+        return True
+
+    def _reason(self, fault: Fault | TransportFault) -> Fault | TransportFault:
+        return fault if self._failed is None else defect(self._failed, "KV could not be sent")
