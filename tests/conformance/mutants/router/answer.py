@@ -114,8 +114,8 @@ def text_of_each_message_by_itself(patch: pytest.MonkeyPatch) -> None:
 def stop_strings_are_shown(patch: pytest.MonkeyPatch) -> None:
     right = Outbox.__init__
 
-    def wrong(self, tokenizer, sampling, generated=()):  # type: ignore[no-untyped-def]
-        right(self, tokenizer, replace(sampling, stop=()), generated)
+    def wrong(self, tokenizer, sampling, unread, generated=()):  # type: ignore[no-untyped-def]
+        right(self, tokenizer, replace(sampling, stop=()), unread, generated)
 
     patch.setattr(Outbox, "__init__", wrong)
 

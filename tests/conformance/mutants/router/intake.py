@@ -137,8 +137,8 @@ def request_ids_are_cut(patch: pytest.MonkeyPatch) -> None:
 def earlier_output_is_shown_again(patch: pytest.MonkeyPatch) -> None:
     right = Outbox.__init__
 
-    def wrong(self, tokenizer, sampling, generated=()):  # type: ignore[no-untyped-def]
-        right(self, tokenizer, sampling, generated)
+    def wrong(self, tokenizer, sampling, unread, generated=()):  # type: ignore[no-untyped-def]
+        right(self, tokenizer, sampling, unread, generated)
         self._token_ids += generated
 
     patch.setattr(Outbox, "__init__", wrong)
