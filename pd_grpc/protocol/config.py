@@ -1,7 +1,8 @@
 """The one home of configuration: every timeout, window and size, typed, with its unit in its name.
 
-The classes are plain data. Reading flags, `PD_*` environment variables and a TOML file into them is
-`pd_grpc.cli.settings`; each field has the same name in all three.
+The classes are plain data; that of an engine is written in `engine_config` and found here. Reading
+flags, `PD_*` environment variables and a TOML file into them is `pd_grpc.cli.settings`; each field
+has the same name in all three.
 """
 
 from __future__ import annotations
@@ -11,15 +12,16 @@ from typing import Annotated, Literal
 
 from pydantic import (
     AfterValidator,
-    BaseModel,
     BeforeValidator,
-    ConfigDict,
     Field,
     ValidationInfo,
     field_validator,
 )
 
+from pd_grpc.protocol.config_section import Section
 from pd_grpc.protocol.endpoints import MAX_PORT, check_endpoint
+from pd_grpc.protocol.engine_config import EngineConfig as EngineConfig
+from pd_grpc.protocol.engine_config import SimLayout as SimLayout
 
 MIB = 1 << 20
 
@@ -65,7 +67,6 @@ def _shards(info: ValidationInfo) -> int:
     return int(info.data.get("tp", 1) * info.data.get("pp", 1))
 
 
-SimLayout = Literal["plain", "fp8-scale", "sliding", "sliding-fp8-scale"]
 TransportName = Annotated[str, AfterValidator(_module_name)]
 Endpoint = Annotated[str, AfterValidator(check_endpoint)]
 Endpoints = Annotated[tuple[Endpoint, ...], BeforeValidator(_one_or_many)]
@@ -74,11 +75,7 @@ EndpointOrEmpty = Annotated[str, AfterValidator(_endpoint_or_empty)]
 ListenOrEmpty = Annotated[str, AfterValidator(_listen_or_empty)]
 
 
-class _Section(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
-
-
-class Timeouts(_Section):
+class Timeouts(Section):
     """How long each side waits, counted on the monotonic clock of the one that waits."""
 
     request_budget_s: float = Field(
@@ -129,7 +126,7 @@ class Timeouts(_Section):
     )
 
 
-class Sizes(_Section):
+class Sizes(Section):
     """Bounds of queues, messages and tables."""
 
     max_message_bytes: int = Field(
@@ -160,98 +157,7 @@ class Sizes(_Section):
     )
 
 
-class EngineConfig(_Section):
-    """Which engine, which model, how large a pool."""
-
-    engine: Literal["torch", "sim"] = Field("torch", description="inference engine")
-    model: str = Field(
-        "smollm2",
-        description="Hugging Face folder, hub name or GGUF file; smollm2 is the packaged model",
-    )
-    dtype: Literal["bfloat16", "float32", "float16"] = Field(
-        "bfloat16", description="dtype of weights and KV"
-    )
-    weight_cache: str = Field(
-        "auto",
-        min_length=1,
-        description="folder for weights converted from GGUF; auto is pd-grpc/weights in"
-        " XDG_CACHE_HOME or ~/.cache, off keeps none",
-    )
-    weight_cache_gib: float = Field(32.0, gt=0, description="most that it may hold, GiB")
-    device: str = Field(
-        "cpu", description="where weights and pool are: cpu, cuda (the first GPU) or cuda:N"
-    )
-    threads: int = Field(
-        0,
-        ge=0,
-        description="torch threads, as many as the server has cores for itself; 0 leaves torch's"
-        " own default, which is all, and has them wait for each other without a core",
-    )
-    block_size: int = Field(16, ge=1, le=1024, description="tokens per block")
-    num_blocks: int = Field(1024, ge=2, description="blocks in the pool, unless pool_gib is set")
-    pool_gib: float = Field(
-        0.0,
-        ge=0,
-        le=1 << 30,
-        description="GiB of memory for the pool, in place of num_blocks; 0 is unset",
-    )
-    max_model_len: int = Field(
-        0, ge=0, description="prompt plus output, tokens; 0 is the model's own limit"
-    )
-    prefix_cache: float = Field(
-        1.0,
-        ge=0,
-        le=1,
-        description="share of the pool that may keep KV of nobody's for prompts that begin alike;"
-        " it makes room whenever blocks are needed. 0 keeps nothing",
-    )
-    tp: int = Field(
-        1,
-        ge=1,
-        le=64,
-        description="tensor-parallel ranks, each with its own heads and memory; sim alone has more"
-        " than one",
-    )
-    pp: int = Field(
-        1,
-        ge=1,
-        le=64,
-        description="pipeline-parallel ranks, each with its own layers and memory; sim alone has"
-        " more than one",
-    )
-    max_batch: int = Field(32, ge=1, description="requests decoded together")
-    prefill_batch: int = Field(8, ge=1, description="requests prefilled together")
-    chunk_tokens: int = Field(
-        512, ge=1, description="prompt tokens per step, a multiple of block_size"
-    )
-    step_tokens: int = Field(
-        0,
-        ge=0,
-        description="decode: tokens per step, one for each request that decodes and the rest of"
-        " prompts; 0 is max_batch and two cuts of a prompt, of 128 tokens each",
-    )
-    sim_time_scale: float = Field(
-        0.0, ge=0, description="sim: factor on the step table; 0 takes no time at all"
-    )
-    sim_vocab: int = Field(32000, ge=300, description="sim: size of the vocabulary")
-    sim_layers: int = Field(4, ge=1, description="sim: layers")
-    sim_heads: int = Field(2, ge=1, description="sim: heads")
-    sim_head_dim: int = Field(8, ge=8, description="sim: elements per head")
-    sim_layout: SimLayout = Field(
-        "plain", description="sim: with a plane of scales, a sliding group beside the full one"
-    )
-    sim_window: int = Field(64, ge=1, description="sim: window of the sliding group in tokens")
-    sim_format: Literal["canonical", "token-major"] = Field(
-        "canonical", description="sim: order of the bytes that the pool holds of a layer"
-    )
-
-    @property
-    def shares_pool(self) -> bool:
-        """Whether the pool must lie in memory that other processes may map."""
-        return False
-
-
-class TurnConfig(_Section):
+class TurnConfig(Section):
     """Which request is still served when its turn comes."""
 
     serving_quantile: float = Field(
@@ -263,7 +169,7 @@ class TurnConfig(_Section):
     )
 
 
-class TelemetryConfig(_Section):
+class TelemetryConfig(Section):
     """Where spans and logs go."""
 
     otlp: EndpointOrEmpty = Field(
@@ -297,7 +203,7 @@ class ServerConfig(Timeouts, Sizes, TelemetryConfig):
     )
 
 
-class TransportConfig(_Section):
+class TransportConfig(Section):
     """How KV goes from P to D."""
 
     transports: TransportNames = Field(
