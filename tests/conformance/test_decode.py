@@ -14,7 +14,7 @@ from tests.conformance.subjects import TRIES, decode_server
 
 
 @pytest.mark.longest
-@pytest.mark.timeout(180)
+@pytest.mark.timeout(600)
 async def test_our_decode_passes_whole() -> None:
     async with decode_server() as d:
         async with open_decode(d.endpoint) as subject:

@@ -61,7 +61,7 @@ async def test_hand_overs_of_an_unknown_model_are_judged() -> None:
 
 
 @pytest.mark.soak
-@pytest.mark.timeout(180)
+@pytest.mark.timeout(600)
 @pytest.mark.usefixtures("unknown_model")
 async def test_only_cases_about_tokens_do_not_apply_to_an_unknown_model() -> None:
     assert not_applicable(await judged()) == ABOUT_TOKENS
@@ -90,7 +90,7 @@ async def test_a_small_pool_is_told_how_many_blocks_a_case_needs() -> None:
 
 
 @pytest.mark.soak
-@pytest.mark.timeout(180)
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("blocks", [5, 3])
 async def test_nothing_fails_for_a_small_pool(blocks: int) -> None:
     results = await judged(num_blocks=blocks)

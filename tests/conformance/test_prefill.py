@@ -14,7 +14,7 @@ from tests.conformance.subjects import TRIES, prefill_server
 
 
 @pytest.mark.longest
-@pytest.mark.timeout(180)
+@pytest.mark.timeout(600)
 async def test_our_prefill_passes_whole() -> None:
     async with prefill_server() as p:
         async with open_prefill(p.endpoint) as subject:

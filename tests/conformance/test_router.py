@@ -32,7 +32,7 @@ async def our_router(**settings: Any) -> AsyncIterator[RouterSubject]:
 
 
 @pytest.mark.longest
-@pytest.mark.timeout(180)
+@pytest.mark.timeout(600)
 async def test_our_router_passes_whole() -> None:
     async with our_router() as subject:
         results = await run_cases(subject, ROUTER_CASES, tries=TRIES)

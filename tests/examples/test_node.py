@@ -189,7 +189,7 @@ async def test_another_shape_of_kv_is_spoken_of_by_name() -> None:
 
 
 @pytest.mark.longest
-@pytest.mark.timeout(180)
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("half", [0, 1])
 async def test_it_passes_every_case_of_the_kit(half: int) -> None:
     # By halves, each before a decode.js of its own, for the whole takes longest of all tests.

@@ -83,6 +83,10 @@ class RouterSubject:
             try:
                 yield hand
                 await self.instances.quiet()
+            except Broken:
+                # It may have lost the kit's instances, as where the kit was late for a heartbeat.
+                self.instances.disturbed = True
+                raise
             finally:
                 await hand.leave()
                 self.instances.follow(Transcript())
