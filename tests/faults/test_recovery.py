@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
-import signal
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from dataclasses import replace
 
 import grpc.aio
@@ -20,6 +18,7 @@ from pd_grpc.protocol.choices import choice_seed
 from pd_grpc.protocol.config import EngineConfig
 from pd_grpc.protocol.sampling import Sampling
 from pd_grpc.v1 import admin_pb2, admin_pb2_grpc, types_pb2
+from tests.faults.freezing import kill_amid_answers, killed_with_work
 from tests.router.test_end_to_end import until_computing, until_nothing_is_held
 from tests.waiting import LIMIT_S, until
 
@@ -40,7 +39,12 @@ class Streaming:
     """One request as its client has it so far."""
 
     def __init__(
-        self, client: AsyncClient, prompt: list[int], sampling: Sampling, n: int = 1
+        self,
+        client: AsyncClient,
+        prompt: list[int],
+        sampling: Sampling,
+        n: int = 1,
+        name: str = "",
     ) -> None:
         self.prompt, self.sampling = prompt, sampling
         self.choices = [Answer() for _ in range(n)]
@@ -51,17 +55,13 @@ class Streaming:
             seed=sampling.seed,
             ignore_eos=True,
             n=n,
+            request_id=name,
         )
         self.reading = asyncio.create_task(self._read())
 
     async def _read(self) -> None:
         async for piece in self._generation:
             self.choices[piece.choice].add(piece)
-
-    @property
-    def begun(self) -> bool:
-        """Whether every choice has a token."""
-        return all(answer.token_ids for answer in self.choices)
 
     def check(self) -> None:
         """Everything is as if nobody had died."""
@@ -76,13 +76,18 @@ class Streaming:
             assert counted == (len(self.prompt), len(meant))
 
 
+def are_under_way(tokens: Mapping[str, int]) -> bool:
+    """Whether an answer to one of the first requests has begun and has far to go."""
+    return any(0 < tokens.get(f"s{n}", 0) < 70 for n in range(6))
+
+
 @contextlib.asynccontextmanager
 async def attempts_of(router: str) -> AsyncIterator[dict[str, int]]:
     """The last attempt of each transfer that ends meanwhile."""
     ended: dict[str, int] = {}
     async with grpc.aio.insecure_channel(router) as channel:
         admin = admin_pb2_grpc.AdminServiceStub(channel)
-        changes = admin.WatchTransfers(admin_pb2.WatchTransfersRequest(), timeout=60)
+        changes = admin.WatchTransfers(admin_pb2.WatchTransfersRequest(), timeout=180)
         await changes.initial_metadata()
 
         async def read() -> None:
@@ -106,21 +111,30 @@ async def test_no_client_hears_of_a_prefill_and_a_decode_that_are_killed() -> No
             AsyncClient(running.router_endpoint) as client,
             attempts_of(running.router_endpoint) as attempts,
         ):
-            answers = [Streaming(client, [7 + n] * (20 + n), sampling(n, 90)) for n in range(6)]
+            answers = [
+                Streaming(client, [7 + n] * (20 + n), sampling(n, 90), name=f"s{n}")
+                for n in range(6)
+            ]
             answers += [Streaming(client, [5] * 40, sampling(n, 90), n=3) for n in (1, 3)]
-            await until(lambda: all(each.begun for each in answers))
-            assert not any(each.reading.done() for each in answers)
-            os.kill(running.processes["decode-0"], signal.SIGKILL)
+            # P passes over a D that it has not met yet, so that either may have them all.
+            ds = {name: running.processes[name] for name in ("decode-0", "decode-1")}
+            amid = kill_amid_answers(running.router_endpoint, ds, are_under_way)
+            ds.pop(await asyncio.wait_for(amid, LIMIT_S))
             async with until_computing(endpoints["prefill-0"]):
                 answers += [Streaming(client, [9 + n] * 600, sampling(n, 30)) for n in range(4)]
-                answers += [Streaming(client, [6] * 600, sampling(n, 30), n=3) for n in (1, 3)]
-            os.kill(running.processes["prefill-0"], signal.SIGKILL)
-            await asyncio.wait_for(asyncio.gather(*(each.reading for each in answers)), 30)
+            names = ["left-0", "left-1", "left-2"]
+            prefill = "prefill-0", running.processes["prefill-0"]
+            async with killed_with_work(running.router_endpoint, *prefill, names):
+                answers += [
+                    Streaming(client, [6] * 600, sampling(n, 30), n=n, name=name)
+                    for n, name in enumerate(names, 1)
+                ]
+            await asyncio.wait_for(asyncio.gather(*(each.reading for each in answers)), LIMIT_S)
             await until(lambda: len(attempts) == sum(len(each.choices) for each in answers))
         for each in answers:
             each.check()
         assert max(attempts.values()) > 1, attempts
-        for survivor in ("prefill-1", "decode-1"):
+        for survivor in ("prefill-1", *ds):
             await asyncio.wait_for(until_nothing_is_held(endpoints[survivor]), LIMIT_S)
     finally:
         await asyncio.to_thread(running.__exit__, None, None, None)

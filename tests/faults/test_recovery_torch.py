@@ -6,9 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
-import signal
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -20,8 +18,9 @@ from pd_grpc.client import Answer, AsyncClient
 from pd_grpc.engine.base import Tokenizer
 from pd_grpc.engine.load import load_tokenizer
 from pd_grpc.v1 import admin_pb2, admin_pb2_grpc, types_pb2
+from tests.faults.freezing import kill_amid_answers, killed_with_work
 from tests.router.test_end_to_end import until_computing, until_nothing_is_held
-from tests.waiting import LIMIT_S, until
+from tests.waiting import LIMIT_S
 
 pytest.importorskip("transformers")
 
@@ -41,7 +40,7 @@ class Scene:
     later: int
 
 
-EMOJI = Scene("emoji", 20, 200, 10)
+EMOJI = Scene("emoji", 20, 300, 10)
 SMOLLM2 = Scene("smollm2", 6, 48, 2)
 
 
@@ -125,7 +124,7 @@ async def test_a_killed_decode_and_a_killed_prefill_change_no_text(scene: Scene)
         decode=2,
         model=scene.model,
         dtype="float32",
-        flags=("--num-blocks", "256", "--chunk-tokens", "16"),
+        flags=("--num-blocks", "512", "--chunk-tokens", "16"),
     )
     texts = [f"Repeat {n} times: {'🙂é€🙃д'[n % 5]}" for n in range(scene.streams)]
     streams = [Asked(tokenizer.encode(text), n, scene.max_tokens) for n, text in enumerate(texts)]
@@ -136,6 +135,16 @@ async def test_a_killed_decode_and_a_killed_prefill_change_no_text(scene: Scene)
         endpoints = {instance.name: instance.endpoint for instance in running.instances}
         meant = await alone(endpoints["decode-1"], [*streams, *long])
         answers = [Answer() for _ in meant]
+
+        def are_cut(tokens: Mapping[str, int]) -> bool:
+            """Whether some answers are well under way, and not only at the end of a character."""
+            cut = [
+                scene.model == SMOLLM2.model or cut_inside(tokenizer, of_it, tokens[asked.name])
+                for asked, of_it in zip(streams, meant, strict=False)
+                if 0 < tokens.get(asked.name, 0) < scene.max_tokens * 3 // 4
+            ]
+            return sum(cut) >= min(3, len(streams) // 6)
+
         async with (
             AsyncClient(running.router_endpoint) as client,
             seams_of(running.router_endpoint) as seams,
@@ -144,15 +153,21 @@ async def test_a_killed_decode_and_a_killed_prefill_change_no_text(scene: Scene)
                 asyncio.create_task(asked.read(client, answer))
                 for asked, answer in zip(streams, answers, strict=False)
             ]
-            begun = len(streams) // 2
-            await until(lambda: sum(len(each.token_ids) > 3 for each in answers) > begun, CALL_S)
-            os.kill(running.processes["decode-0"], signal.SIGKILL)
+            # P passes over a D that it has not met yet, so that either may have them all.
+            ds = {name: running.processes[name] for name in ("decode-0", "decode-1")}
+            amid = kill_amid_answers(running.router_endpoint, ds, are_cut)
+            ds.pop(await asyncio.wait_for(amid, CALL_S))
+            later = [
+                asked.read(client, answer)
+                for asked, answer in zip(long, answers[len(streams) :], strict=True)
+            ]
+            half = len(later) // 2
             async with until_computing(endpoints["prefill-0"]):
-                reading += [
-                    asyncio.create_task(asked.read(client, answer))
-                    for asked, answer in zip(long, answers[len(streams) :], strict=True)
-                ]
-            os.kill(running.processes["prefill-0"], signal.SIGKILL)
+                reading += map(asyncio.create_task, later[:half])
+            names = [asked.name for asked in long[half:]]
+            prefill = "prefill-0", running.processes["prefill-0"]
+            async with killed_with_work(running.router_endpoint, *prefill, names):
+                reading += map(asyncio.create_task, later[half:])
             await asyncio.wait_for(asyncio.gather(*reading), CALL_S)
         for answer, tokens in zip(answers, meant, strict=True):
             assert answer.token_ids == tokens
@@ -164,7 +179,7 @@ async def test_a_killed_decode_and_a_killed_prefill_change_no_text(scene: Scene)
         if scene.model != SMOLLM2.model:
             inside = [n for n in went_on if cut_inside(tokenizer, meant[n], seams[f"r{n}"])]
             assert inside, "no token ended inside a character when its D was killed"
-        for survivor in ("prefill-1", "decode-1"):
+        for survivor in ("prefill-1", *ds):
             await asyncio.wait_for(until_nothing_is_held(endpoints[survivor]), LIMIT_S)
     finally:
         await asyncio.to_thread(running.__exit__, None, None, None)
