@@ -14,6 +14,8 @@ import pytest
 from pd_grpc.client import Answer, AsyncClient, Client
 from pd_grpc.engine.load import load_engine
 from pd_grpc.engine.sim_reference import sim_answer
+from pd_grpc.prefill.server import PrefillServer
+from pd_grpc.prefill.sessions import Phase
 from pd_grpc.protocol.choices import choice_seed
 from pd_grpc.protocol.config import DecodeConfig
 from pd_grpc.protocol.sampling import Sampling
@@ -188,16 +190,27 @@ async def test_choices_wait_for_room_where_there_is_little(aggregated: bool) -> 
     ]
 
 
+def has_met_both(p: PrefillServer) -> bool:
+    return [s.phase for s in p.machine.conversations.all()] == [Phase.OPEN] * 2
+
+
 async def test_choices_go_to_the_pair_of_the_first_and_other_requests_elsewhere() -> None:
     """The other one comes when the choices are on their way, and is over before they are."""
     async with cluster(2, 2) as running, running.client() as stub:
         long = replace(SAMPLING, max_tokens=600, ignore_eos=True)
-        for _ in range(4):
-            # Each P meets its D: one that it has not met yet it may pass over.
-            await ask(stub, request(PROMPT[:BLOCK], replace(long, max_tokens=2)))
+        short = request(PROMPT[:BLOCK], replace(long, max_tokens=2))
+        # Each P meets each D: one that it has not met yet it may pass over. Ps take turns, and
+        # while one D is busy the other has both.
+        while not all(map(has_met_both, running.prefills)):
+            busy = stub.Generate(request(PROMPT[:BLOCK], long), timeout=60)
+            await busy.read()
+            for _ in range(2):
+                await ask(stub, short)
+            busy.cancel()
+            await until(lambda: not running.router.in_flight.running())
         call = stub.Generate(for_choices(PROMPT, long, 4), timeout=60)
         messages = [await call.read()]
-        one = await ask(stub, request(PROMPT[:BLOCK], replace(long, max_tokens=2)))
+        one = await ask(stub, short)
         while isinstance(message := await call.read(), inference_pb2.GenerateResponse):
             messages.append(message)
         ends = [message for message in messages if message.decode_instance]
