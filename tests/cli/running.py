@@ -15,7 +15,7 @@ def pd_grpc(
     *arguments: str,
     cwd: Path | None = None,
     environ: Mapping[str, str] | None = None,
-    timeout_s: float = 50,
+    timeout_s: float = 150,
 ) -> subprocess.CompletedProcess[str]:
     """Run the command to its end, with these variables beside the test's own."""
     return subprocess.run(

@@ -227,9 +227,7 @@ async def test_of_servers_that_keep_no_traces_one_line_says_so_at_once() -> None
 async def test_a_decode_instance_that_prefills_shows_that() -> None:
     async with cluster(aggregated=True, **KEPT) as running:
         asked = ("generate", "some words", "--max-tokens", "4", "--json")
-        done = await asyncio.to_thread(
-            pd_grpc, *asked, "--endpoint", running.router.endpoint, timeout_s=20
-        )
+        done = await asyncio.to_thread(pd_grpc, *asked, "--endpoint", running.router.endpoint)
     bars = json.loads(done.stdout)["waterfall"]
     critical = [(bar["name"], bar["instance"]) for bar in bars if bar["critical"]]
     local = ["pd.queue", "pd.compute", *reversed(BEHIND)]

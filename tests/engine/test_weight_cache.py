@@ -234,14 +234,34 @@ def test_what_fails_while_it_is_made_leaves_nothing(tmp_path: Path) -> None:
 
 def test_two_that_make_the_same_entry_at_once_both_have_it(tmp_path: Path) -> None:
     code = f"""
+import time
 from tests.engine import test_weight_cache as t
+folder = t.Path({str(tmp_path)!r})
+print("ready", flush=True)
+input()
+until = time.monotonic() + 20
 for _ in range(50):
-    t.store(t.Path({str(tmp_path)!r}))
-    assert t.find(t.Path({str(tmp_path)!r})) is not None
+    t.store(folder)
+    assert t.find(folder) is not None
+    if time.monotonic() > until:
+        break
 """
-    both = [subprocess.Popen([sys.executable, "-c", code]) for _ in range(2)]
+    both = [
+        subprocess.Popen(
+            [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+        for _ in range(2)
+    ]
+    for process in both:
+        assert process.stdout is not None and process.stdout.readline() == "ready\n"
+    for process in both:
+        assert process.stdin is not None
+        process.stdin.write("\n")
+        process.stdin.flush()
+    for process in both:
+        process.communicate(timeout=120)
 
-    assert [process.wait(timeout=50) for process in both] == [0, 0]
+    assert [process.returncode for process in both] == [0, 0]
     assert [find(tmp_path)] == list(tmp_path.iterdir())
 
 
