@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from typing import Any
 
 import grpc
 import grpc.aio
@@ -24,7 +25,12 @@ from tests.waiting import LIMIT_S, until
 
 RESPONSE = Direction.RESPONSE
 MANY = 24
-PATIENT = {"connect_s": 60.0, "heartbeat_s": 60.0, "lease_s": 240.0, "kv_progress_s": 90.0}
+PATIENT: dict[str, Any] = {
+    "connect_s": 60.0,
+    "heartbeat_s": 60.0,
+    "lease_s": 240.0,
+    "kv_progress_s": 90.0,
+}
 """Nothing but the words that cross ends anything here, however slow the machine is."""
 
 
