@@ -20,6 +20,15 @@ if TYPE_CHECKING:
 
 _NEEDS = ("psutil", "zmq", "matplotlib")
 
+_Report = Annotated[
+    Path | None, typer.Option("--json", metavar="FILE", help="Write the report as JSON.")
+]
+_InAMinute = Annotated[
+    bool, typer.Option("--quick", help="Every figure within a minute, from far less.")
+]
+_Dtype = Annotated[DtypeName, typer.Option(help="Of weights and KV.")]
+_Threads = Annotated[int, typer.Option(min=0, help="Of torch; 0 leaves its own default.")]
+
 bench = typer.Typer(no_args_is_help=True, help="Measure over real processes on this machine.")
 
 
@@ -102,9 +111,7 @@ def prepare(
 
 @bench.command()
 def telemetry(
-    json_file: Annotated[
-        Path | None, typer.Option("--json", metavar="FILE", help="Write the report as JSON.")
-    ] = None,
+    json_file: _Report = None,
     quick: Annotated[
         bool, typer.Option("--quick", help="Every figure within a few minutes, from far less.")
     ] = False,
@@ -182,20 +189,16 @@ def kv(
 
 @bench.command()
 def engine(
-    json_file: Annotated[
-        Path | None, typer.Option("--json", metavar="FILE", help="Write the report as JSON.")
-    ] = None,
-    quick: Annotated[
-        bool, typer.Option("--quick", help="Every figure within a minute, from far less.")
-    ] = False,
+    json_file: _Report = None,
+    quick: _InAMinute = False,
     rounds: Annotated[
         int | None, typer.Option(min=1, help="Runs of each case.", show_default="7, quick 3")
     ] = None,
     model: Annotated[
         str, typer.Option(help="Hugging Face folder, hub name or GGUF file.")
     ] = "smollm2",
-    dtype: Annotated[DtypeName, typer.Option(help="Of weights and KV.")] = DtypeName.BFLOAT16,
-    threads: Annotated[int, typer.Option(min=0, help="Of torch; 0 leaves its own default.")] = 0,
+    dtype: _Dtype = DtypeName.BFLOAT16,
+    threads: _Threads = 0,
 ) -> None:
     """Compare the torch engine with plain transformers, in one process and turn by turn.
 
@@ -217,18 +220,14 @@ def engine(
 
 @bench.command()
 def load(
-    json_file: Annotated[
-        Path | None, typer.Option("--json", metavar="FILE", help="Write the report as JSON.")
-    ] = None,
-    quick: Annotated[
-        bool, typer.Option("--quick", help="Every figure within a minute, from far less.")
-    ] = False,
+    json_file: _Report = None,
+    quick: _InAMinute = False,
     rounds: Annotated[
         int | None, typer.Option(min=1, help="Loads of each way.", show_default="5, quick 2")
     ] = None,
     model: Annotated[str, typer.Option(help="GGUF file, or smollm2.")] = "smollm2",
-    dtype: Annotated[DtypeName, typer.Option(help="Of weights and KV.")] = DtypeName.BFLOAT16,
-    threads: Annotated[int, typer.Option(min=0, help="Of torch; 0 leaves its own default.")] = 0,
+    dtype: _Dtype = DtypeName.BFLOAT16,
+    threads: _Threads = 0,
 ) -> None:
     """Tell how long a model takes to load from safetensors and from GGUF, with its weights in the
     cache and without, and how much memory at the most. Each load is a process of its own. Linux.
