@@ -96,3 +96,14 @@ def smollm2(packaged_model: None) -> TorchEngine:
     engine = load_engine(config)
     assert isinstance(engine, TorchEngine)
     return engine
+
+
+@pytest.fixture(scope="module")
+def one_thread() -> Iterator[None]:
+    """torch computes on one thread: these models are too small to share."""
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)

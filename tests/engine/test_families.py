@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 
 pytest.importorskip("transformers")
 
-import torch
 from transformers import (
     AutoConfig,
     Gemma2Config,
@@ -46,7 +45,7 @@ from tests.engine.paged_models import (
 )
 from tests.engine.torch_models import SIZES
 
-pytestmark = pytest.mark.longest
+pytestmark = [pytest.mark.longest, pytest.mark.usefixtures("one_thread")]
 
 PARTS = 8
 EXPERTS: dict[str, Any] = {"num_experts_per_tok": 2, "moe_intermediate_size": 32, "head_dim": 16}
@@ -115,14 +114,6 @@ FAMILIES: dict[str, Callable[[], Any]] = {
     "qwen3-moe": lambda: Qwen3MoeConfig(**SIZES, **EXPERTS, num_experts=4),
     "olmoe": lambda: OlmoeConfig(**SIZES, num_experts=4, num_experts_per_tok=2),
 }
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.mark.parametrize("family", list(FAMILIES))

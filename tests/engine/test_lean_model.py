@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -35,21 +35,9 @@ from tests.engine.torch_models import (
     save_model,
 )
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 GREEDY = Sampling(max_tokens=6, temperature=0.0)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
-@pytest.fixture(scope="module")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    root = tmp_path_factory.mktemp("models")
-    return {name: save_model(root / name, config()) for name, config in CONFIGS.items()}
 
 
 def load_plain(folder: Path) -> Any:

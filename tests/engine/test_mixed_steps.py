@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import pytest
 
 pytest.importorskip("transformers")
 
-import torch
 
 from pd_grpc.engine.base import DecodeSlot, PrefillChunk, Sampled, SampleSpec
 from pd_grpc.engine.torch import TorchEngine
@@ -20,15 +19,7 @@ from tests.engine.torch_models import CONFIGS, NO_LAYER, VOCAB, Request, load_ti
 SHOWN = Sampling(max_tokens=4, temperature=0.0, logprobs=20)
 LENGTHS = (1, 7, 8, 40, 33, 2)
 
-pytestmark = pytest.mark.longest
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = [pytest.mark.longest, pytest.mark.usefixtures("one_thread")]
 
 
 @pytest.fixture(scope="module", params=["float32", "bfloat16"])

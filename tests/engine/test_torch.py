@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -36,21 +35,7 @@ from tests.engine.torch_models import (
 
 GREEDY = Sampling(max_tokens=12, temperature=0.0)
 
-pytestmark = pytest.mark.longest
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
-@pytest.fixture(scope="module")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    root = tmp_path_factory.mktemp("models")
-    return {name: save_model(root / name, config()) for name, config in CONFIGS.items()}
+pytestmark = [pytest.mark.longest, pytest.mark.usefixtures("one_thread")]
 
 
 @pytest.fixture(scope="module")

@@ -4,7 +4,7 @@ name."""
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -36,17 +36,11 @@ from tests.engine.torch_models import (
     save_model,
 )
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 GREEDY = Sampling(max_tokens=8, temperature=0.0)
 PROMPT = random.Random(1).choices(range(VOCAB), k=45)
 P_TABLE, D_TABLE = [3, 4, 60, 2, 50, 11], [7, 9, 1, 2, 40, 41, 42]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +26,8 @@ from tests.engine.torch_models import (
     prefill,
     save_model,
 )
+
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 TOKENS = 24
 PROMPTS = [[(7 * i * i + n) % VOCAB for i in range(n)] for n in (5, 37, 70)]
@@ -68,14 +69,6 @@ def processors(sampling: Sampling, prompt: int) -> LogitsProcessorList:
         found.append(RepetitionPenaltyLogitsProcessor(sampling.repetition_penalty))
     found.append(OfOutput(sampling, prompt))
     return LogitsProcessorList(found)
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module")

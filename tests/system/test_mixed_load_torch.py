@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,6 @@ import pytest
 
 pytest.importorskip("transformers")
 
-import torch
 
 from pd_grpc.decode.actions import Changed
 from pd_grpc.decode.states import DecodeState
@@ -36,15 +34,9 @@ from tests.engine.torch_models import (
 )
 from tests.system.asking import ask, request
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 Asked = list[tuple[list[int], Sampling]]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module")
