@@ -12,8 +12,7 @@ import pytest
 from pd_grpc.client import AsyncClient, Options
 from tests.cli.running import pd_grpc
 from tests.cluster import Cluster, cluster
-from tests.engine.torch_models import CONFIGS, load_tiny, save_model
-from tests.system.test_parity_torch import another_pool
+from tests.engine.torch_models import CONFIGS, another_pool, load_tiny, save_model
 
 TINY: dict[str, Any] = {"engine": "torch", "dtype": "float32", "block_size": 8, "threads": 1}
 SHORT = ("--raw", "--max-tokens", "4", "--ignore-eos")

@@ -30,6 +30,7 @@ from tests.engine.torch_models import (
     NO_LAYER,
     VOCAB,
     Request,
+    beside,
     decode,
     load_tiny,
     prefill,
@@ -59,17 +60,7 @@ def answer(host: TorchEngine) -> list[int]:
 
 def on(streams: Streams, host: TorchEngine) -> TorchEngine:
     """An engine over the same weights with a pool of its own, reached by `streams`."""
-    return TorchEngine(
-        "tiny",
-        host._model,
-        host._passing,
-        host._tokenizer,
-        host.layout,
-        64,
-        512,
-        True,
-        streams=streams,
-    )
+    return beside(host, 64, shares_pool=True, streams=streams)
 
 
 def handed_over(p: TorchEngine, d: TorchEngine) -> list[int]:

@@ -18,6 +18,7 @@ from transformers import (
 )
 
 from pd_grpc.engine.base import DecodeSlot, PrefillChunk, Sampled, SampleSpec
+from pd_grpc.engine.device import Streams
 from pd_grpc.engine.load import load_engine
 from pd_grpc.engine.penalties import tally
 from pd_grpc.engine.torch import TorchEngine
@@ -85,6 +86,38 @@ def load_tiny(folder: Path, **options: Any) -> TorchEngine:
     engine = load_engine(EngineConfig(model=str(folder), **{**defaults, **options}))
     assert isinstance(engine, TorchEngine)
     return engine
+
+
+def load_for(config: EngineConfig, folder: Path) -> TorchEngine:
+    """What a server of this configuration would load from `folder`."""
+    engine = load_engine(config.model_copy(update={"model": str(folder)}))
+    assert isinstance(engine, TorchEngine)
+    return engine
+
+
+def beside(
+    engine: TorchEngine,
+    num_blocks: int,
+    shares_pool: bool = False,
+    streams: Streams | None = None,
+) -> TorchEngine:
+    """Another engine over the same weights, with a pool of its own, reached by `streams`."""
+    return TorchEngine(
+        engine.name,
+        engine._model,
+        engine._passing,
+        engine._tokenizer,
+        engine.layout,
+        num_blocks,
+        engine.max_model_len,
+        shares_pool,
+        streams,
+    )
+
+
+def another_pool(engine: TorchEngine) -> Callable[[EngineConfig], TorchEngine]:
+    """Makes engines with the weights of `engine` and a pool of their own."""
+    return lambda config: beside(engine, config.num_blocks, config.shares_pool)
 
 
 def eager_tokens(

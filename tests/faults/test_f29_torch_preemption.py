@@ -19,8 +19,8 @@ from pd_grpc.engine.load import load_engine
 from pd_grpc.protocol.config import EngineConfig
 from pd_grpc.protocol.sampling import Sampling
 from tests.cluster import Cluster, cluster
+from tests.engine.torch_models import another_pool
 from tests.system.asking import Reply, ask, request
-from tests.system.test_parity_torch import another_pool
 
 pytest.importorskip("transformers")
 

@@ -16,14 +16,21 @@ pytest.importorskip("transformers")
 import torch
 
 from pd_grpc.engine.base import Engine
-from pd_grpc.engine.load import load_engine
 from pd_grpc.engine.torch import TorchEngine
 from pd_grpc.protocol import rpc
 from pd_grpc.protocol.config import EngineConfig
 from pd_grpc.protocol.faults import Fault, Reason
 from pd_grpc.protocol.sampling import Sampling
 from tests.cluster import cluster
-from tests.engine.torch_models import CONFIGS, Request, decode, load_tiny, prefill, save_model
+from tests.engine.torch_models import (
+    CONFIGS,
+    Request,
+    decode,
+    load_for,
+    load_tiny,
+    prefill,
+    save_model,
+)
 from tests.system.asking import ask, request
 
 POISON = 77
@@ -65,12 +72,6 @@ def alone(folder: Path) -> list[list[int]]:
     return answers
 
 
-def load_tiny_for(config: EngineConfig, folder: Path) -> TorchEngine:
-    engine = load_engine(config.model_copy(update={"model": str(folder)}))
-    assert isinstance(engine, TorchEngine)
-    return engine
-
-
 def is_no_numbers(end: object) -> bool:
     """Whether a request failed because no numbers came of it."""
     fault = rpc.read_error(end) if isinstance(end, grpc.aio.AioRpcError) else None
@@ -86,7 +87,7 @@ async def test_what_a_model_makes_no_numbers_of_fails_alone(
     folder: Path, alone: list[list[int]], aggregated: bool
 ) -> None:
     def load(config: EngineConfig) -> Engine:
-        engine = load_tiny_for(config, folder)
+        engine = load_for(config, folder)
         with torch.inference_mode():
             engine._model.get_input_embeddings().weight[POISON] = torch.nan
         return engine
@@ -113,7 +114,7 @@ async def test_kv_that_became_no_numbers_is_found_by_one_request_of_each_instanc
     engines: dict[str, TorchEngine] = {}
 
     def load(config: EngineConfig) -> Engine:
-        engine = engines[type(config).__name__] = load_tiny_for(config, folder)
+        engine = engines[type(config).__name__] = load_for(config, folder)
         return engine
 
     async with (

@@ -18,7 +18,6 @@ pytest.importorskip("transformers")
 from pd_grpc.decode.actions import Changed
 from pd_grpc.decode.states import DecodeState
 from pd_grpc.engine.base import Engine
-from pd_grpc.engine.load import load_engine
 from pd_grpc.engine.torch import TorchEngine
 from pd_grpc.protocol.config import EngineConfig
 from pd_grpc.protocol.sampling import Sampling
@@ -28,6 +27,7 @@ from tests.engine.torch_models import (
     VOCAB,
     Request,
     decode,
+    load_for,
     load_tiny,
     prefill,
     save_model,
@@ -89,7 +89,7 @@ async def test_every_answer_is_that_of_an_engine_with_nothing_else_to_do(
     moves: list[DecodeState] = []
 
     def load(config: EngineConfig) -> Engine:
-        engine = load_engine(config.model_copy(update={"model": str(model)}))
+        engine = load_for(config, model)
         engine.__class__ = Mixing
         return engine
 

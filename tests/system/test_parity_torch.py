@@ -12,19 +12,20 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
 import pytest_asyncio
 
-from pd_grpc.engine.base import Engine, Tokenizer
+from pd_grpc.engine.base import Tokenizer
 from pd_grpc.engine.torch import TorchEngine
-from pd_grpc.protocol.config import EngineConfig, RouterConfig
+from pd_grpc.protocol.config import RouterConfig
 from pd_grpc.protocol.sampling import Sampling
 from pd_grpc.router.server import start_router
 from pd_grpc.v1 import layout_pb2
 from tests.cluster import Cluster, cluster
+from tests.engine.torch_models import another_pool
 from tests.system.asking import Reply, ask, request
 from tests.waiting import until
 
@@ -42,24 +43,6 @@ LONG_TEXT = Path(__file__).parent.parent.parent / "LICENSE"
 Asked = list[tuple[list[int], Sampling]]
 
 pytestmark = [pytest.mark.model, pytest.mark.longest, pytest.mark.timeout(800)]
-
-
-def another_pool(model: TorchEngine) -> Callable[[EngineConfig], Engine]:
-    """Makes engines with the weights of `model` and a pool of their own."""
-
-    def load(config: EngineConfig) -> Engine:
-        return TorchEngine(
-            model.name,
-            model._model,
-            model._passing,
-            model._tokenizer,
-            model.layout,
-            config.num_blocks,
-            model.max_model_len,
-            config.shares_pool,
-        )
-
-    return load
 
 
 @pytest_asyncio.fixture(loop_scope="module", scope="module")

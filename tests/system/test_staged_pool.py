@@ -11,7 +11,6 @@ import pytest
 pytest.importorskip("transformers")
 
 from pd_grpc.engine.base import Engine
-from pd_grpc.engine.torch import TorchEngine
 from pd_grpc.protocol.config import EngineConfig
 from pd_grpc.protocol.sampling import Sampling
 from pd_grpc.v1 import layout_pb2
@@ -21,6 +20,7 @@ from tests.engine.torch_models import (
     CONFIGS,
     VOCAB,
     Request,
+    beside,
     decode,
     load_tiny,
     prefill,
@@ -37,17 +37,7 @@ async def test_answers_are_those_of_one_engine_on_the_host(tmp_path: Path) -> No
 
     def load(config: EngineConfig) -> Engine:
         streams = DeferredStreams(pace=30)
-        return TorchEngine(
-            "tiny",
-            host._model,
-            host._passing,
-            host._tokenizer,
-            host.layout,
-            config.num_blocks,
-            host.max_model_len,
-            config.shares_pool,
-            streams,
-        )
+        return beside(host, config.num_blocks, config.shares_pool, streams)
 
     asked = []
     for i, length in enumerate(LENGTHS):

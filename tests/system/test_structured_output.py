@@ -23,10 +23,9 @@ from pd_grpc.protocol.faults import Code, Fault, Reason
 from pd_grpc.protocol.sampling import GrammarKind, Sampling, StructuredOutput
 from pd_grpc.v1 import inference_pb2, types_pb2
 from tests.cluster import Cluster, cluster
-from tests.engine.torch_models import CONFIGS, load_tiny, save_model
+from tests.engine.torch_models import CONFIGS, another_pool, load_tiny, save_model
 from tests.faults.test_f29_torch_preemption import preemptions
 from tests.system.asking import Reply, ask, request
-from tests.system.test_parity_torch import another_pool
 
 pytestmark = pytest.mark.timeout(300)
 
