@@ -104,6 +104,19 @@ class Site:
             return str(rpc.read_error(error))
         raise AssertionError("it was answered")
 
+    async def under_way(
+        self, stub: inference_pb2_grpc.InferenceServiceStub, there: Callable[[], bool]
+    ) -> asyncio.Task[str]:
+        """A long request through the router that is `there`. One that failed before is asked again:
+        a machine that stands still for two heartbeats is a silent link too."""
+        while True:
+            await until(lambda: self.router.ready)
+            asked = asyncio.create_task(self.routed(stub))
+            await until(lambda asked=asked: there() or asked.done())  # type: ignore[misc]
+            if not asked.done():
+                return asked
+            await asked
+
     @contextlib.asynccontextmanager
     async def handing_over(self) -> AsyncIterator[None]:
         """A long request straight to P and D, while the block lasts."""
@@ -176,8 +189,7 @@ async def test_client_and_router(fault: Fault) -> None:
     async with site(0.0, 10.0) as here:
         async with rpc.aio_channel(here.to_router.endpoint, BEATS, Sizes()) as channel:
             stub = inference_pb2_grpc.InferenceServiceStub(channel)
-            client = asyncio.create_task(here.routed(stub))
-            await until(here.decoding)
+            client = await here.under_way(stub, here.decoding)
             limit_s = await fault(here.to_router)
             await _known(limit_s, client.done, lambda: not here.router.in_flight.running())
         await until(lambda: not here.d.machine.ledger.transfers)
@@ -189,8 +201,8 @@ async def test_router_and_p(fault: Fault) -> None:
         site(40.0, 0.0) as here,
         rpc.aio_channel(here.router.endpoint, BEATS, Sizes()) as channel,
     ):
-        client = asyncio.create_task(here.routed(inference_pb2_grpc.InferenceServiceStub(channel)))
-        await until(here.computing)
+        stub = inference_pb2_grpc.InferenceServiceStub(channel)
+        client = await here.under_way(stub, here.computing)
         limit_s = await fault(here.to_p)
         flying = here.p.machine.requests.in_flight
         await _known(limit_s, lambda: not here.router.ready, lambda: not flying)
@@ -203,8 +215,8 @@ async def test_router_and_d(fault: Fault) -> None:
         site(0.0, 10.0) as here,
         rpc.aio_channel(here.router.endpoint, BEATS, Sizes()) as channel,
     ):
-        client = asyncio.create_task(here.routed(inference_pb2_grpc.InferenceServiceStub(channel)))
-        await until(here.decoding)
+        stub = inference_pb2_grpc.InferenceServiceStub(channel)
+        client = await here.under_way(stub, here.decoding)
         limit_s = await fault(here.to_d)
         live = here.d.machine.ledger.transfers
         await _known(limit_s, client.done, lambda: not here.router.ready, lambda: not live)
