@@ -6,6 +6,7 @@ Ctrl-C with a traceback.
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 from types import FrameType
@@ -23,8 +24,10 @@ def app() -> None:
 
 
 def _leave(signum: int, frame: FrameType | None) -> None:
-    """Nothing has begun."""
-    raise SystemExit(0 if sys.argv[1:2] and sys.argv[1] in _LASTING else 128 + signum)
+    """Nothing has begun, so there is nothing to clear away. An exception would not do: in the midst
+    of an import it may come out as another one, as from a class's `__set_name__` before Python
+    3.12."""
+    os._exit(0 if sys.argv[1:2] and sys.argv[1] in _LASTING else 128 + signum)
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ import re
 import signal
 import socket
 import subprocess
+import sys
 import time
 import urllib.request
 from pathlib import Path
@@ -129,6 +130,32 @@ def test_a_signal_in_the_first_second_stops_it_without_a_word(
     assert process.returncode == 0, errors
     assert "Traceback" not in errors
     assert list(tmp_path.iterdir()) == [], "logs are left"
+
+
+AMID_A_CLASS = """
+import os, signal, sys
+from pd_grpc.cli import main, commands
+
+class Signals:
+    def __set_name__(self, owner, name):
+        os.kill(os.getpid(), signal.SIGINT)
+
+def run(before):
+    class Holder:
+        attribute = Signals()
+
+commands.run = run
+main.app()
+"""
+
+
+@pytest.mark.parametrize(("command", "status"), [("up", 0), ("status", 130)])
+def test_a_signal_while_a_class_is_made_stops_it_without_a_word(command: str, status: int) -> None:
+    """Where Python 3.11 makes a RuntimeError of any exception."""
+    done = subprocess.run(
+        [sys.executable, "-c", AMID_A_CLASS, command], capture_output=True, text=True, timeout=60
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (status, "", "")
 
 
 def until_handled(pid: int, signum: signal.Signals) -> None:

@@ -366,9 +366,9 @@ async def test_each_of_many_that_leave_or_run_out_of_time_has_one_line(lines: Li
     async with asking(**settings) as (_, stub):
         ends = await asyncio.gather(*(ask(stub, trace) for trace in traces))
     assert {end.code for end in ends} == {"DEADLINE_EXCEEDED", "CANCELLED"}
-    # One that was cancelled at once may never have left the client.
+    # One that was cancelled at once may never have left the client: many, where that is slow.
     heard = {trace for trace in traces if lines.about(trace, logging.DEBUG)}
-    assert len(heard) > len(traces) / 2
+    assert len(heard) > len(traces) / 8
     assert {len(lines.about(trace)) for trace in heard} == {1}
     assert {of(line) for trace in heard for line in lines.about(trace)} == {"router"}
 
