@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -12,7 +11,7 @@ import pytest
 pytest.importorskip("transformers")
 
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig
+from transformers import AutoModelForCausalLM
 
 from pd_grpc.engine.base import DecodeSlot, EngineFault, PrefillChunk, SampleSpec
 from pd_grpc.engine.batch_rows import filled, steady_group
@@ -30,7 +29,6 @@ from tests.engine.torch_models import (
     eager_tokens,
     load_tiny,
     prefill,
-    save_model,
 )
 
 GREEDY = Sampling(max_tokens=12, temperature=0.0)
@@ -318,80 +316,3 @@ def test_a_rows_bits_do_not_depend_on_its_neighbours(folders: dict[str, Path], d
             for count in range(1, 33):
                 few = product(rows[: filled(count, group)])
                 assert torch.equal(few[:count], many[:count])
-
-
-def test_engines_of_the_same_model_agree_on_its_fingerprint(folders: dict[str, Path]) -> None:
-    assert load_tiny(folders["llama"]).layout == load_tiny(folders["llama"]).layout
-
-
-@pytest.mark.parametrize(
-    ("change", "field"),
-    [
-        ({"seed": 1}, "model"),
-        ({"rms_norm_eps": 1e-3}, "model"),
-        ({"rope_parameters": {"rope_type": "default", "rope_theta": 5000.0}}, "positions"),
-    ],
-)
-def test_another_model_has_another_fingerprint(
-    tmp_path: Path, llama: TorchEngine, change: dict[str, Any], field: str
-) -> None:
-    options = {k: v for k, v in change.items() if k != "seed"}
-    other = save_model(tmp_path, LlamaConfig(**SIZES, **options), change.get("seed", 0))
-
-    fields = [d.field for d in llama.layout.differences(load_tiny(other).layout)]
-
-    assert field in fields
-
-
-def test_another_dtype_has_another_fingerprint(
-    folders: dict[str, Path], llama: TorchEngine
-) -> None:
-    half = load_tiny(folders["llama"], dtype="bfloat16")
-
-    fields = {d.field for d in llama.layout.differences(half.layout)}
-
-    assert fields == {"model", "groups[0].planes[0].dtype", "groups[0].planes[1].dtype"}
-
-
-def chat(engine: TorchEngine, question: str, sampling: Sampling) -> Request:
-    prompt = engine.tokenizer().encode_chat([("user", question)])
-    request = Request(prompt, range(20), sampling)
-    prefill(engine, [request], chunk_tokens=512)
-    while request.tokens[-1] not in engine.eos_token_ids:
-        assert len(request.output) < sampling.max_tokens
-        request.output += engine.decode([request.slot()])
-    return request
-
-
-@pytest.mark.model
-def test_smollm2_knows_the_capital_of_france(smollm2: TorchEngine) -> None:
-    sampling = Sampling(max_tokens=40, temperature=0.0)
-
-    request = chat(smollm2, "What is the capital of France?", sampling)
-
-    assert smollm2.tokenizer().decode(request.tokens) == "The capital of France is Paris."
-    assert request.tokens[-1] == 2
-
-
-@pytest.mark.model
-def test_smollm2_says_the_same_alone_and_in_a_batch(smollm2: TorchEngine) -> None:
-    encode = smollm2.tokenizer().encode
-    texts = ["The sea", "Once upon a time, there was a", "def add(a, b):\n", "1, 2, 3, 4,"] * 2
-    samplings = [
-        Sampling(max_tokens=8, temperature=0.0 if i < 4 else 0.8, seed=i) for i in range(8)
-    ]
-
-    def requests() -> list[Request]:
-        return [
-            Request(encode(text), range(4 * i, 4 * i + 4), sampling)
-            for i, (text, sampling) in enumerate(zip(texts, samplings, strict=True))
-        ]
-
-    together, alone = requests(), requests()
-    prefill(smollm2, together)
-    decode(smollm2, together)
-    for request in alone:
-        prefill(smollm2, [request])
-        decode(smollm2, [request])
-
-    assert [r.tokens for r in alone] == [r.tokens for r in together]
