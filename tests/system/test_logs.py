@@ -234,11 +234,10 @@ async def test_a_deadline_has_one_line_on_the_router_that_names_the_stage(lines:
 async def late_amid_answer(stub: Any, lines: Lines) -> logging.LogRecord:
     """The line of a request whose time is over in the middle of its answer. One that has no token
     by then, as on a slow machine, is followed by another with twice the time."""
-    timeout_s = 1.0
+    timeout_s = 2.0
     while True:
         lines.trace = f"{int(timeout_s):032x}"
-        message = prompt(sampling=LONG)
-        late = await asked(stub, message, timeout_s=timeout_s, trace=lines.trace)
+        late = await asked(stub, prompt(sampling=LONG), timeout_s, trace=lines.trace)
         assert late.code == "DEADLINE_EXCEEDED"
         line = await one_line(lines)
         if late.tokens:
@@ -247,7 +246,8 @@ async def late_amid_answer(stub: Any, lines: Lines) -> logging.LogRecord:
 
 
 async def test_a_deadline_in_mid_answer_has_one_line(lines: Lines) -> None:
-    async with asking(sim_time_scale=10.0) as (_, stub):
+    margin: Any = {"hop_margin_s": 1.0, "router_settings": {"hop_margin_s": 1.0}}
+    async with asking(sim_time_scale=10.0, **margin) as (_, stub):
         assert says(await late_amid_answer(stub, lines), "router", "STAGE_DEADLINE")
 
 
