@@ -22,6 +22,10 @@ TURN_S = 0.05
 SLABS_PER_SHARE = 4
 """Of a connection in the window, where there are several."""
 
+LEAST_SHARE_BYTES = 8 << 20
+"""Of a transfer in the window, beside others: where a transport's slabs are larger, a few of the
+first transfers would fill the window, and the last would begin when those have ended."""
+
 SLABS_PER_WINDOW = 16
 """However many connections there are: each message costs either end, whatever it carries."""
 
@@ -75,7 +79,7 @@ class PairWindow:
         if self._all_under_way() >= window_bytes:
             return window_bytes // max(1, len(self._senders))
         if self._connections < 2:
-            return window_bytes
+            return max(window_bytes // max(1, len(self._senders)), LEAST_SHARE_BYTES)
         return window_bytes // min(SLABS_PER_SHARE * self._connections, SLABS_PER_WINDOW)
 
     def turn(self, connection: Hashable) -> Turn:

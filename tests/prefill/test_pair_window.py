@@ -74,6 +74,28 @@ def test_however_many_streams_there_are_two_windows_and_a_chunk_are_on_their_way
     assert on_their_way <= 8 * LAYER + chunk + max(8 * LAYER, least)
 
 
+def test_no_slab_is_larger_than_a_transfers_share_of_a_large_window(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Where slabs may be as large as the window, all transfers begin and none waits for the end of
+    another."""
+    monkeypatch.setattr(pair_window, "LEAST_SHARE_BYTES", 2 * LAYER)
+    window, senders = PairWindow(), [sender(8, chunk_bytes=8 * LAYER) for _ in range(4)]
+    window.join(senders[0], lambda: None, "d:1")
+    assert window.most_bytes(senders[0]) == 8 * LAYER, "it is alone"
+    for each in senders[1:]:
+        window.join(each, lambda: None, "d:1")
+    for each in senders:
+        slab = each.next_slab(0.0, window.most_bytes(each))
+        assert slab is not None and slab.layers * slab.blocks == 2
+        window.sent(each)
+    assert sum(each.unacked_bytes for each in senders) == 8 * LAYER
+    crowd, many = PairWindow(), [sender(8) for _ in range(8)]
+    for each in many:
+        crowd.join(each, lambda: None, "d:1")
+    assert crowd.most_bytes(many[0]) == 2 * LAYER, "no less than is worth it"
+
+
 def test_an_ack_of_one_makes_room_for_the_other() -> None:
     window, first, second = PairWindow(), sender(4), sender(4)
     woken: list[str] = []
