@@ -17,6 +17,7 @@ from pd_grpc.engine.model_error import ModelError
 from pd_grpc.protocol.config import DecodeConfig, PrefillConfig, ServerConfig
 from pd_grpc.protocol.rpc import PortInUse
 from pd_grpc.servers.allocator import keep_freed_memory
+from pd_grpc.servers.onednn import bound_primitives
 from pd_grpc.servers.openmp import wait_as_fits
 from pd_grpc.telemetry.exporting import Telemetry, make_telemetry
 from pd_grpc.telemetry.logs import LOGGER, LineHandler, configure_logging
@@ -80,6 +81,7 @@ def run(
         keep_freed_memory()
         if isinstance(config, PrefillConfig | DecodeConfig):
             wait_as_fits(os.environ, role, config.threads)
+            bound_primitives(os.environ)
         lines = configure_logging(
             config.log_format, config.log_level, instance=config.name or role, everyone=True
         )

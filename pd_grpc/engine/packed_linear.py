@@ -7,7 +7,7 @@ time, and its bits depend less on how many rows there are. The plain weight is n
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch.nn.functional import linear
@@ -80,3 +80,12 @@ class Linear:
             self._weights = []
         else:
             self._packed = None
+
+
+@torch.inference_mode()
+def run_with_rows(linears: Iterable[Linear], row_counts: Iterable[int]) -> None:
+    """Run one of `linears` of each shape with each number of rows, for what that leaves behind."""
+    each = {(one.in_features, one.out_features): one for one in linears}
+    for rows in row_counts:
+        for one in each.values():
+            one(torch.zeros(rows, one.in_features, dtype=one.dtype))

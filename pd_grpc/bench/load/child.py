@@ -1,7 +1,8 @@
 """One load in a process of its own: `python -m pd_grpc.bench.load.child '{"model": ...}'`.
 
 The argument has the fields of an `EngineConfig`, and `warm`, a folder with a model of next to
-nothing that is loaded before, or empty for none. A line of JSON comes out.
+nothing that is loaded before, or empty for none. With `row_counts` the layers' products are then
+run with so many numbers of rows, every second one from 1 on. A line of JSON comes out.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import ctypes
 import gc
 import json
 import mmap
+import os
 import sys
 import time
 from importlib import import_module
@@ -18,6 +20,7 @@ from typing import Any
 
 from pd_grpc.engine.load import load_engine
 from pd_grpc.protocol.config import EngineConfig
+from pd_grpc.servers.onednn import bound_primitives
 
 _KIB = 1024
 _STATUS = Path("/proc/self/status")
@@ -33,7 +36,9 @@ _IMPORTED = (
 def main(wanted: dict[str, Any]) -> dict[str, Any]:
     """Seconds of one load, and bytes of memory before, at the most and after; the keys are told of
     in `figures`. Linux alone."""
-    warm = wanted.pop("warm")
+    warm, row_counts = wanted.pop("warm"), wanted.pop("row_counts", 0)
+    # As in a server's process.
+    bound_primitives(os.environ)
     for name in _IMPORTED:
         import_module(name)
     from pd_grpc.engine.spent_pages import trim_heap
@@ -59,9 +64,27 @@ def main(wanted: dict[str, Any]) -> dict[str, Any]:
         "pool_bytes": pool.nbytes,
         "pool_resident_bytes": _resident(pool.data_ptr(), pool.nbytes),
         "model": engine.name,
+        "grown_bytes": _grown(engine, row_counts) if row_counts else None,
     }
     engine.close()
     return found
+
+
+def _grown(engine: Any, row_counts: int) -> int | None:
+    """Bytes that products with so many numbers of rows leave behind, of one layer, for the others
+    have the same shapes. None of a model that runs by transformers' own code."""
+    from pd_grpc.engine.lean_model import LeanModel
+    from pd_grpc.engine.packed_linear import run_with_rows
+    from pd_grpc.engine.spent_pages import trim_heap
+
+    forward = engine._passing.forward
+    if not isinstance(forward, LeanModel):
+        return None
+    trim_heap()
+    before = _memory()["resident"]
+    run_with_rows(forward.linears(), range(1, 2 * row_counts, 2))
+    trim_heap()
+    return _memory()["resident"] - before
 
 
 def _memory() -> dict[str, int]:

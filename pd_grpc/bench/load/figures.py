@@ -12,6 +12,9 @@ Load = Mapping[str, Any]
 WAYS = ("safetensors", "gguf_cached", "gguf_first")
 FROM_IMPORT = ("safetensors_from_import", "gguf_cached_from_import")
 """Without a load before."""
+GROWN = {"row_counts_mib": "safetensors_from_import", "row_counts_unbounded_mib": "unbounded"}
+"""The growths, and the load after which each is seen."""
+ROW_COUNTS = 200
 _MIB = 1 << 20
 
 TARGETS = (
@@ -34,6 +37,11 @@ READING: Mapping[str, str] = {
     "resident (mincore); the others take no memory until they are written. The tokenizer counts",
     "peak_over_weights_*_from_import": "the same of one load each in a process that has imported "
     "everything and loaded nothing before: the pages of the libraries' code count as well",
+    "row_counts_mib": f"MiB by which the process grows when the products of a layer are run with "
+    f"{ROW_COUNTS} numbers of rows, after a load: what oneDNN keeps of products. As in a server's "
+    "process, which bounds that (pd_grpc/servers/onednn.py) unless the environment says how; null "
+    "of a model that runs by transformers' own code",
+    "row_counts_unbounded_mib": "the same with the libraries' own bound, of 1,024 products",
     "mib.anonymous_after, mib.file_after": "RssAnon and RssFile of the process at the end, above "
     "what they were before; a safetensors file is mapped, so weights that stay as they are in it "
     "(the embedding) are file, and packed ones anonymous",
@@ -47,6 +55,8 @@ FIGURES = (
     "peak_over_weights_gguf",
     "peak_over_weights_safetensors_from_import",
     "peak_over_weights_gguf_from_import",
+    "row_counts_mib",
+    "row_counts_unbounded_mib",
     "safetensors_s",
     "gguf_cached_s",
     "gguf_first_s",
@@ -68,6 +78,9 @@ def figures_of(loads: Mapping[str, Sequence[Load]]) -> dict[str, Any]:
             figures[f"peak_over_weights_{name}{ending}"] = max(over)
     for way in WAYS:
         figures[f"{way}_s"] = statistics.median(load["seconds"] for load in loads[way])
+    for name, way in GROWN.items():
+        grown = loads[way][0]["grown_bytes"]
+        figures[name] = None if grown is None else grown / _MIB
     figures["mib"] = {way: _parts(loads[way]) for way in (*WAYS, *FROM_IMPORT)}
     return figures
 

@@ -19,8 +19,17 @@ from pathlib import Path
 from typing import Any
 
 from pd_grpc.bench.endurance.report import made_on
-from pd_grpc.bench.load.figures import FROM_IMPORT, READING, TARGETS, WAYS, figures_of
+from pd_grpc.bench.load.figures import (
+    FROM_IMPORT,
+    GROWN,
+    READING,
+    ROW_COUNTS,
+    TARGETS,
+    WAYS,
+    figures_of,
+)
 from pd_grpc.bench.processes import WorkerLost
+from pd_grpc.servers.onednn import CAPACITIES
 
 Tell = Callable[[str], None]
 Report = dict[str, Any]
@@ -29,6 +38,8 @@ _LOAD_S = 120.0
 # As small as a pool can be: a larger one is made when the peak is over, and would hide it.
 _BLOCKS = 2
 _TOKENS = 32
+# What torch and oneDNN have where nothing is said.
+_UNBOUNDED = dict.fromkeys(CAPACITIES, "1024")
 _PACKAGES = ("torch", "transformers", "gguf", "tokenizers")
 
 
@@ -53,7 +64,8 @@ async def bench_load(scope: LoadScope, tell: Tell) -> Report:
     """The figures, as one JSON object. ModelError when the model is no GGUF file; WorkerLost when a
     load fails or takes longer than two minutes."""
     began, average = time.monotonic(), os.getloadavg()
-    loads: dict[str, list[dict[str, Any]]] = {way: [] for way in (*WAYS, *FROM_IMPORT)}
+    every = (*WAYS, *FROM_IMPORT, *GROWN.values())
+    loads: dict[str, list[dict[str, Any]]] = {way: [] for way in every}
     with tempfile.TemporaryDirectory(prefix="pd-grpc-load-") as name:
         folder = Path(name)
         tell("writing safetensors")
@@ -86,7 +98,12 @@ async def bench_load(scope: LoadScope, tell: Tell) -> Report:
         for way in FROM_IMPORT:
             tell(f"{way}, once")
             options = ways[way.removesuffix("_from_import")]
-            loads[way].append(await _load({**common, **options, "warm": ""}))
+            more = {"warm": "", "row_counts": ROW_COUNTS if way in GROWN.values() else 0}
+            loads[way].append(await _load({**common, **options, **more}))
+        tell("with as many products kept as the libraries do")
+        more = {"warm": "", "row_counts": ROW_COUNTS}
+        wanted = {**common, **ways["safetensors"], **more}
+        loads["unbounded"].append(await _load(wanted, _UNBOUNDED))
     figures = figures_of(loads)
     about = made_on()
     about["versions"] |= {name: metadata.version(name) for name in _PACKAGES}
@@ -113,7 +130,8 @@ def faults_of(report: Mapping[str, Any]) -> list[str]:
     return []
 
 
-async def _load(wanted: Mapping[str, Any]) -> dict[str, Any]:
+async def _load(wanted: Mapping[str, Any], told: Mapping[str, str] | None = None) -> dict[str, Any]:
+    """`told` is added to the environment."""
     process = await asyncio.create_subprocess_exec(
         sys.executable,
         "-m",
@@ -121,6 +139,7 @@ async def _load(wanted: Mapping[str, Any]) -> dict[str, Any]:
         json.dumps(wanted),
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.PIPE,
+        env={**os.environ, **(told or {})},
     )
     try:
         out, errors = await asyncio.wait_for(process.communicate(), _LOAD_S)
