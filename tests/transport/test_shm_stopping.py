@@ -22,7 +22,7 @@ from pd_grpc.engine.pool_buffer import PoolBuffer
 from pd_grpc.prefill import events as ev
 from pd_grpc.prefill.actions import OpenTransfer
 from pd_grpc.prefill.bulk import BulkSender
-from pd_grpc.protocol.clock import SystemClock
+from pd_grpc.protocol.clock import ManualClock, SystemClock
 from pd_grpc.protocol.config import DecodeConfig
 from pd_grpc.protocol.faults import Code, Fault, Reason
 from pd_grpc.protocol.refs import TransferKey
@@ -38,6 +38,7 @@ from tests.waiting import until
 SHM = layout_pb2.TRANSPORT_SHM
 SIZE = LAYOUT.block_bytes
 KEY, GRANT, SESSION, EPOCH = TransferKey("t-1", 1), "g", "s", 1
+PROGRESS_S = 0.2
 OWNER = Owner(P.name, P.epoch)
 SENT, ANOTHERS = 1, 99
 STILL_S = 0.5
@@ -63,7 +64,9 @@ class Sides:
         self._metadata = receive.metadata()
         own = HostKvMemory(bytearray([SENT]) * (BLOCKS * SIZE), LAYOUT)
         half = ShmTransport(SendSide(P, LAYOUT, own, grpc.aio.insecure_channel))
-        self.bulk = BulkSender(LAYOUT, [{SHM: half}], SIZE, SystemClock(), self.heard.append)
+        self.clock = ManualClock()
+        """P's own: D is silent for too long when a test says so."""
+        self.bulk = BulkSender(LAYOUT, [{SHM: half}], SIZE, self.clock, self.heard.append)
         self._sends = True
 
     async def start(self) -> None:
@@ -76,7 +79,7 @@ class Sides:
         d = types_pb2.Instance(name="d", epoch=EPOCH, role=types_pb2.ROLE_DECODE)
         await self.bulk.reach(decode_pb2.Welcome(transport=SHM, shards=[shard], instance=d))
 
-    def open(self, progress_s: float = LIMIT_S) -> None:
+    def open(self) -> None:
         """Send all of it."""
         runs = tuple(LayerRun(g, 0, group.layers) for g, group in enumerate(LAYOUT.groups))
         tokens = BLOCKS * LAYOUT.block_size
@@ -85,7 +88,7 @@ class Sides:
             session_id=SESSION, grant_id=GRANT, transport=SHM, ref=KEY.ref(EPOCH)
         )
         endpoint = self.decode.endpoint
-        timeouts = progress_s, LIMIT_S
+        timeouts = PROGRESS_S, LIMIT_S
         self.bulk.open(OpenTransfer(KEY, 0, "d", endpoint, message, plan, *timeouts), ())
 
     def of(self, kind: type[ev.Event]) -> list[ev.Event]:
@@ -178,9 +181,10 @@ async def test_a_stream_that_follows_waits_for_the_threads_of_the_one_before(
 ) -> None:
     """Its end says that nothing of the transfer is written any more, whichever stream wrote it."""
     held = hold(sides, monkeypatch, threads=1)
-    sides.open(progress_s=0.2)
+    sides.open()
     await asyncio.to_thread(held.began)
     # D hears nothing of it, and P takes that for D's silence.
+    sides.clock.advance(PROGRESS_S)
     await until(lambda: bool(sides.of(ev.TransferBroken)))
     sides.open()
     await sides.never(ev.TransferCompleted)
