@@ -6,6 +6,8 @@ import contextlib
 from collections.abc import AsyncIterator
 from typing import Any
 
+import grpc
+import grpc.aio
 import pytest
 
 from pd_grpc.conformance.case import Broken, answers_within
@@ -13,6 +15,7 @@ from pd_grpc.conformance.report import explained
 from pd_grpc.conformance.router import ROUTER_CASES, open_instances, open_router
 from pd_grpc.conformance.router.subject import RouterSubject
 from pd_grpc.conformance.run import run_cases
+from pd_grpc.conformance.transcript import Transcript
 from tests.conformance.mutants.judging import assert_found
 from tests.conformance.mutants.registry import Mutant
 from tests.conformance.mutants.router import ROUTER_MUTANTS
@@ -51,6 +54,29 @@ async def test_a_planted_fault_is_found(
     mutant.plant(monkeypatch)
     async with our_router(**mutant.settings) as subject:
         await assert_found(subject, ROUTER_CASES[case_id], mutant, caplog)
+
+
+@pytest.mark.parametrize(
+    "failure",
+    [
+        Broken("a rule is broken"),
+        grpc.aio.AioRpcError(
+            grpc.StatusCode.DEADLINE_EXCEEDED, grpc.aio.Metadata(), grpc.aio.Metadata(), None, None
+        ),
+    ],
+    ids=["a rule broken", "a call failed"],
+)
+async def test_after_a_case_that_failed_the_router_has_the_kits_instances_again(
+    failure: Exception,
+) -> None:
+    async with our_router() as subject:
+        d = subject.instances.d
+        with pytest.raises(type(failure)):
+            async with subject.case("R000", Transcript()):
+                # As where the kit is late for a heartbeat: no case has wanted it.
+                d.control.set_ready(False, "late")
+                raise failure
+        assert d.control.ready
 
 
 async def test_a_router_need_not_tell_its_limits() -> None:

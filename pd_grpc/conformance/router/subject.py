@@ -83,7 +83,7 @@ class RouterSubject:
             try:
                 yield hand
                 await self.instances.quiet()
-            except Broken:
+            except (Broken, grpc.RpcError):
                 # It may have lost the kit's instances, as where the kit was late for a heartbeat.
                 self.instances.disturbed = True
                 raise
