@@ -32,14 +32,16 @@ class Looked:
 
 
 class GrammarCheck:
-    """Compiles the grammars of requests, one after another on a thread of its own. For the loop
-    that makes it."""
+    """Compiles the grammars of requests, one after another on a thread of its own, and looks on
+    another at the output that some bring: one whose grammar is known waits for no other's. For the
+    loop that makes it."""
 
     def __init__(self, grammars: Grammars | None) -> None:
         """`grammars` of an engine; None for one that has none, which refuses such a request
         anyway."""
         self._grammars = grammars
         self._thread = ThreadPoolExecutor(1, "pd-grammar")
+        self._of_output = ThreadPoolExecutor(1, "pd-grammar-output")
         self._compiling: dict[StructuredOutput, asyncio.Future[Grammar]] = {}
         self._trials: Trials | None = None
         if grammars is not None:
@@ -73,10 +75,11 @@ class GrammarCheck:
         return Looked(grammar=grammar) if wrong is None else Looked(bad_request([wrong]))
 
     async def stop(self) -> None:
-        """End a trial, wait for what is compiled here, and end the thread."""
+        """End a trial, wait for what is under way here, and end the threads."""
         if self._trials is not None:
             self._trials.stop()
-        await asyncio.to_thread(self._thread.shutdown, cancel_futures=True)
+        for thread in (self._thread, self._of_output):
+            await asyncio.to_thread(thread.shutdown, cancel_futures=True)
 
     async def _compiled(self, wanted: StructuredOutput) -> Grammar:
         """Once for all who wait for the same. Who leaves does not end it for the others."""
@@ -103,7 +106,7 @@ class GrammarCheck:
         if not output:
             return None
         loop = asyncio.get_running_loop()
-        fits = await loop.run_in_executor(self._thread, grammars.check_output, grammar, output)
+        fits = await loop.run_in_executor(self._of_output, grammars.check_output, grammar, output)
         if fits == len(output):
             return None
         text = "sampling.structured_output does not allow it"

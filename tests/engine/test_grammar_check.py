@@ -1,4 +1,4 @@
-"""What P and D ask of a grammar, when the server stops in the middle of it."""
+"""What P and D ask of a grammar, while one of another request takes long."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import signal
 import psutil
 import pytest
 
+from pd_grpc.engine import grammar_trial
 from pd_grpc.engine.constraint import constraint_of
 from pd_grpc.engine.grammar_check import GrammarCheck
 from pd_grpc.engine.grammar_trial import Stopped, Trials
@@ -16,7 +17,7 @@ from pd_grpc.engine.hf_tokenizer import HfTokenizer
 from pd_grpc.protocol.faults import Reason
 from pd_grpc.v1 import sampling_pb2
 from tests.engine.torch_models import VOCAB, byte_tokenizer
-from tests.waiting import until
+from tests.waiting import LIMIT_S, until
 
 PATTERNS = [{"type": "string", "pattern": f".*{i}.*"} for i in range(50)]
 HOSTILE = sampling_pb2.SamplingParams(
@@ -44,6 +45,28 @@ async def test_a_check_that_stops_ends_the_trial_under_way() -> None:
     for looked in await asyncio.gather(first, second):
         assert looked.grammar is None and looked.fault is not None
         assert looked.fault.reason is Reason.DRAINING, "the time for it was waited for"
+
+
+async def test_an_answer_that_goes_on_waits_for_no_trial_of_another_request(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(grammar_trial, "WALL_S", 10 * LIMIT_S)
+    tokenizer = HfTokenizer(byte_tokenizer())
+    check = GrammarCheck(constraint_of(tokenizer, VOCAB, frozenset([257])))
+    grammar = sampling_pb2.StructuredOutput(regex="abc+")
+    begun = sampling_pb2.SamplingParams(max_tokens=8, structured_output=grammar)
+    assert (await check.look(begun)).fault is None
+    hostile = asyncio.create_task(check.look(HOSTILE))
+    await until(lambda: bool(trials_under_way()))
+    (trial,) = trials_under_way()
+    # It is over when the check stops, and no sooner.
+    trial.send_signal(signal.SIGSTOP)
+    for output, refused in (("abcc", False), ("abx", True)):
+        looked = await asyncio.wait_for(check.look(begun, tokenizer.encode(output)), LIMIT_S)
+        assert (looked.fault is not None) == refused
+    assert not hostile.done()
+    await check.stop()
+    await hostile
 
 
 def test_what_has_stopped_tries_no_more() -> None:
