@@ -63,7 +63,7 @@ def send_with_descriptor(sock: socket.socket, message: Message, fd: int) -> None
 async def receive_with_descriptor(sock: socket.socket, kind: type[M]) -> tuple[M, int]:
     """The next packet and the descriptor that comes with it, which is the caller's to close. Ended
     when there is no packet, or another number of descriptors than one."""
-    await _readable(sock)
+    await readable(sock.fileno())
     fds: list[int] = []
     try:
         data, ancillary, _, _ = sock.recvmsg(
@@ -83,14 +83,15 @@ async def receive_with_descriptor(sock: socket.socket, kind: type[M]) -> tuple[M
     return message, fds[0]
 
 
-async def _readable(sock: socket.socket) -> None:
+async def readable(fd: int) -> None:
+    """Wait until a descriptor can be read from; that of a process cannot before its end."""
     loop = asyncio.get_running_loop()
     ready: asyncio.Future[None] = loop.create_future()
-    loop.add_reader(sock, _wake, ready)
+    loop.add_reader(fd, _wake, ready)
     try:
         await ready
     finally:
-        loop.remove_reader(sock)
+        loop.remove_reader(fd)
 
 
 def _wake(waiting: asyncio.Future[None]) -> None:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import socket
 import struct
+
+from pd_grpc.transport.shm.packets import readable
 
 _CREDENTIALS = struct.Struct("3i")
 _SO_PEERPIDFD = 77
@@ -44,18 +45,7 @@ def watch_process(sock: socket.socket) -> int:
 
 async def gone(pidfd: int) -> None:
     """Wait until the process of a pidfd has ended, every thread of it."""
-    loop = asyncio.get_running_loop()
-    ended: asyncio.Future[None] = loop.create_future()
-    loop.add_reader(pidfd, _wake, ended)
-    try:
-        await ended
-    finally:
-        loop.remove_reader(pidfd)
-
-
-def _wake(waiting: asyncio.Future[None]) -> None:
-    if not waiting.done():
-        waiting.set_result(None)
+    await readable(pidfd)
 
 
 def _credentials(sock: socket.socket) -> tuple[int, int, int]:
