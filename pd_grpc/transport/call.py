@@ -122,16 +122,6 @@ class CallStream(SendStream):
         self._last_word = _LastWord(call)
         self._reader = asyncio.create_task(self._converse(message), name="pd-transfer")
 
-    async def write(self, slab: Slab, blocks: Sequence[int]) -> bool:
-        """See `SendStream.write`."""
-        if self._ended:
-            return False
-        return await self._send(self._chunk(slab, blocks))
-
-    @abstractmethod
-    def _chunk(self, slab: Slab, blocks: Sequence[int]) -> OutgoingChunk:
-        """The chunk that carries a slab, or says where it was written."""
-
     async def _begin(self) -> None:
         """Before the call's first message: get what the stream needs besides. Fault or
         TransportFault, which break the stream, when that cannot be had."""

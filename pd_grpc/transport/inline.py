@@ -58,10 +58,13 @@ class InlineStream(CallStream):
         sends = message.sends
         self._heads = (sends.head_start, sends.head_count) if sends.head_count else None
 
-    def _chunk(self, slab: Slab, blocks: Sequence[int]) -> OutgoingChunk:
+    async def write(self, slab: Slab, blocks: Sequence[int]) -> bool:
+        """See `SendStream.write`."""
+        if self._ended:
+            return False
         heads = self._heads
         pieces = self._memory.read(blocks, slab.group, slab.layer, slab.layers, heads)
-        return OutgoingChunk(chunk_of(slab, checksum(pieces), heads), pieces)
+        return await self._send(OutgoingChunk(chunk_of(slab, checksum(pieces), heads), pieces))
 
 
 class InlineReceive(ReceiveTransport):

@@ -214,9 +214,6 @@ class NixlStream(CallStream):
         self._call.cancel()
         return False
 
-    def _chunk(self, slab: Slab, blocks: Sequence[int]) -> OutgoingChunk:
-        raise AssertionError("chunks are sent by `_tell`")
-
     async def _settle(self) -> bool:
         """See `CallStream._settle`: every write has landed, or its link has ended."""
         link, told = self._link, self._told

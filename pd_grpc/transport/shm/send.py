@@ -219,9 +219,6 @@ class ShmStream(CallStream):
                 return False
         return await super().end(chunks, payload_bytes)
 
-    def _chunk(self, slab: Slab, blocks: Sequence[int]) -> OutgoingChunk:
-        raise AssertionError("chunks are sent by `_tell`")
-
     async def _settle(self) -> bool:
         """See `CallStream._settle`: what is being copied is waited for, the rest is not begun."""
         await self._copier.stop(self._copyings)
