@@ -219,10 +219,13 @@ def test_generate_without_a_router_says_so_in_one_line() -> None:
 def test_an_interrupt_ends_the_request_everywhere(cluster: LocalCluster) -> None:
     """F33: a client that leaves in mid-answer frees both sides."""
     asked = ["generate", "hi", "--endpoint", cluster.router_endpoint, *LONG]
+    # As a terminal starts it, and not a shell that has it in the background, with SIGINT ignored.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
     # A pipe that the answer does not fit in: it has not ended when the interrupt comes.
     with subprocess.Popen(
         [*COMMAND, *asked], stdout=subprocess.PIPE, bufsize=0, pipesize=4096
     ) as process:
+        signal.signal(signal.SIGINT, before)
         assert process.stdout is not None
         assert process.stdout.read(2)
         process.send_signal(signal.SIGINT)
