@@ -15,6 +15,8 @@ _FURTHER = (
     "load_ratio_gguf_first",
     "peak_over_weights_safetensors_from_import",
     "peak_over_weights_gguf_from_import",
+    "row_counts_mib",
+    "row_counts_unbounded_mib",
 )
 _PARTS = ("before", "weights", "pool_resident", "rest_at_peak", "peak")
 _AFTER = ("anonymous_after", "file_after")
