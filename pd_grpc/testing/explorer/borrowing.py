@@ -2,7 +2,8 @@
 
 A write begins, and lands when the world says so: at once, or after anything else that may happen
 meanwhile, also while its process was stopped. While it is under way the bulk loop does nothing
-else, as in a server, where the copy is one call. Then the chunk says that it is done.
+else. That of a server goes on, and lets only the end of that stream, and the next one, wait. Then
+the chunk says that it is done.
 """
 
 from __future__ import annotations
