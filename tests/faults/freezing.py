@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import os
 import signal
@@ -10,6 +11,7 @@ from collections.abc import AsyncIterator, Callable, Collection, Mapping
 import grpc.aio
 
 from pd_grpc.v1 import admin_pb2, admin_pb2_grpc
+from tests.waiting import LIMIT_S
 
 
 @contextlib.asynccontextmanager
@@ -22,13 +24,15 @@ async def killed_with_work(
     yield
     async with grpc.aio.insecure_channel(router) as channel:
         admin = admin_pb2_grpc.AdminServiceStub(channel)
-        given = False
-        while not given:
-            listed = await admin.ListTransfers(admin_pb2.ListTransfersRequest(), timeout=60)
-            given = any(
-                each.request_id in requests and each.peer.startswith(f"{name} > ")
-                for each in listed.transfers
-            )
+
+        async def given() -> None:
+            while True:
+                listed = await admin.ListTransfers(admin_pb2.ListTransfersRequest(), timeout=60)
+                for each in listed.transfers:
+                    if each.request_id in requests and each.peer.startswith(f"{name} > "):
+                        return
+
+        await asyncio.wait_for(given(), LIMIT_S)
     os.kill(pid, signal.SIGKILL)
 
 
