@@ -55,7 +55,7 @@ class Stopped(RuntimeError):
 
 
 class Trials:
-    """Tries grammars until it is stopped. Safe from any thread but the loop's."""
+    """Tries grammars until it is stopped. Safe from any thread."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -67,7 +67,7 @@ class Trials:
     ) -> str:
         """Compile `grammar`, in the library's own form, in a process of its own. What is wrong with
         it, empty when nothing is. RuntimeError when that process could not do its work, Stopped
-        when it was not let."""
+        when `stop` ended it or came before. Takes seconds, so it is not for the loop."""
         too_long = f"takes more than {cpu_s:g} s to compile"
         process = self._begin(cpu_s, memory_bytes)
         with process:
