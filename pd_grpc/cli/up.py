@@ -55,8 +55,28 @@ _DTYPE: DtypeName | None = typer.Option(
 )
 
 
+_STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+"""SIGINT too: in the background of a script it is ignored unless it is asked for."""
+
+
 class _Stop(Exception):
     """A signal asked to stop."""
+
+
+class _Signals:
+    """What signals do. The first one stops everything in order; another one does not break that
+    off, but has the servers end with no wait for what they still serve."""
+
+    def __init__(self) -> None:
+        self.cluster: LocalCluster | None = None
+        self._stopping = False
+
+    def __call__(self, signum: int, frame: FrameType | None) -> None:
+        if not self._stopping:
+            self._stopping = True
+            raise _Stop
+        for instance in self.cluster.instances if self.cluster else ():
+            instance.process.kill()
 
 
 def up(
@@ -125,9 +145,9 @@ def up(
     Every setting of the servers, these among them, can be given as a PD_* variable or in a TOML
     file; a flag goes first.
     """
-    for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        # SIGINT too: in the background of a script it is ignored unless it is asked for.
-        signal.signal(signum, _stop)
+    signals = _Signals()
+    for signum in _STOPPING:
+        signal.signal(signum, signals)
     try:
         plan = plan_of(
             prefill,
@@ -161,7 +181,8 @@ def up(
         )
         with contextlib.ExitStack() as stack:
             with progress("starting") as tell:
-                cluster = stack.enter_context(LocalCluster(plan, tell))
+                cluster = signals.cluster = LocalCluster(plan, tell)
+                stack.enter_context(cluster)
             stdout.print(_table(cluster))
             stdout.print(f"Logs: {cluster.folder}, until it stops", soft_wrap=True)
             stdout.print(f"Ask {cluster.router_endpoint}; Ctrl-C stops everything.")
@@ -172,7 +193,9 @@ def up(
         say_error(str(error))
         raise typer.Exit(error.status) from error
     except (KeyboardInterrupt, _Stop):
-        return
+        for signum in _STOPPING:
+            # Python gives handlers of its own back before it has ended.
+            signal.signal(signum, signal.SIG_IGN)
 
 
 def plan_of(
@@ -258,7 +281,3 @@ def _table(cluster: LocalCluster) -> Table:
         cells = [instance.role, instance.name, instance.endpoint, str(instance.pid)]
         table.add_row(*cells, *([instance.metrics] if metrics else []))
     return table
-
-
-def _stop(signum: int, frame: FrameType | None) -> None:
-    raise _Stop

@@ -111,6 +111,20 @@ def test_a_signal_stops_an_up_that_a_script_started_in_the_background(
     assert not psutil.wait_procs(up.children, timeout=60)[1]
 
 
+def test_another_signal_ends_the_wait_for_what_is_served_and_leaves_nothing(tmp_path: Path) -> None:
+    up = Up(tmp_path, PD_DRAIN_S="1000")
+    router = up.child("router")
+    router.suspend()
+    up.process.send_signal(signal.SIGINT)
+    until_in(router.pid, "ShdPnd", signal.SIGTERM)
+    for _ in range(3):
+        up.process.send_signal(signal.SIGINT)
+    returncode, errors = up.wait()
+    assert (returncode, errors.count("Traceback")) == (0, 0), errors
+    assert not psutil.wait_procs(up.children, timeout=60)[1]
+    assert list(tmp_path.iterdir()) == [], "logs are left"
+
+
 @pytest.mark.parametrize("delay_s", [0.0, 0.2, 0.4, 0.6])
 def test_a_signal_in_the_first_second_stops_it_without_a_word(
     delay_s: float, tmp_path: Path
@@ -122,7 +136,8 @@ def test_a_signal_in_the_first_second_stops_it_without_a_word(
         text=True,
         env={**os.environ, **SIM, "TMPDIR": str(tmp_path)},
     )
-    until_handled(process.pid, signal.SIGINT)
+    # Of its own: Python itself installs a handler for SIGINT alone.
+    until_in(process.pid, "SigCgt", signal.SIGTERM)
     with pytest.raises(subprocess.TimeoutExpired):
         process.wait(delay_s)
     process.send_signal(signal.SIGINT)
@@ -158,16 +173,15 @@ def test_a_signal_while_a_class_is_made_stops_it_without_a_word(command: str, st
     assert (done.returncode, done.stdout, done.stderr) == (status, "", "")
 
 
-def until_handled(pid: int, signum: signal.Signals) -> None:
-    """Wait until the process has a handler of its own, which Python itself does not install for
-    SIGTERM."""
-    bit = 1 << (signal.SIGTERM - 1)
+def until_in(pid: int, signals: str, signum: signal.Signals) -> None:
+    """Wait until a signal is among those that /proc shows of a process under a name."""
     deadline = time.monotonic() + 60
     while time.monotonic() < deadline:
         status = Path(f"/proc/{pid}/status").read_text(encoding="ascii")
-        if int(re.findall(r"SigCgt:\s*([0-9a-f]+)", status)[0], 16) & bit:
+        found = re.findall(rf"{signals}:\s*([0-9a-f]+)", status)
+        if int(found[0], 16) & 1 << (signum - 1):
             return
-    pytest.fail("no handler")
+    pytest.fail(f"{signum.name} is not in {signals}")
 
 
 def test_each_server_answers_prometheus_at_the_port_that_up_shows(tmp_path: Path) -> None:
