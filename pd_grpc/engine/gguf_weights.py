@@ -118,8 +118,9 @@ def _head_dim(config: Any) -> int:
 def _unpacked(fd: int, tensor: Any) -> npt.NDArray[np.float32]:
     """A tensor in float32. It is read, not mapped: the pages of a mapping would count as ours until
     the last tensor is done."""
-    raw = np.frombuffer(os.pread(fd, tensor.n_bytes, tensor.data_offset), tensor.data.dtype)
-    packed = raw.reshape(tensor.data.shape)
+    raw = np.empty(tensor.n_bytes, np.uint8)
+    _read(fd, raw.data, tensor.data_offset)
+    packed = raw.view(tensor.data.dtype).reshape(tensor.data.shape)
     if packed.ndim < 2:
         return np.array(gguf.dequantize(packed, tensor.tensor_type), np.float32)
     shape = tuple(int(size) for size in reversed(tensor.shape))
@@ -128,3 +129,13 @@ def _unpacked(fd: int, tensor: Any) -> npt.NDArray[np.float32]:
     for at in range(0, len(packed), rows):
         out[at : at + rows] = gguf.dequantize(packed[at : at + rows], tensor.tensor_type)
     return out
+
+
+def _read(fd: int, into: memoryview, at: int) -> None:
+    """Fill `into` with what a file has from `at` on. Linux gives less than 2 GiB at once. OSError
+    when the file ends before."""
+    while into:
+        size = os.preadv(fd, [into], at)
+        if not size:
+            raise OSError("the file has been cut off since it was opened")
+        into, at = into[size:], at + size

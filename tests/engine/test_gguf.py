@@ -171,6 +171,22 @@ def test_it_is_unpacked_once_and_anew_when_the_file_or_the_entry_changes(tmp_pat
     assert len(stages) == 3
 
 
+def test_it_is_read_whole_where_the_system_gives_little_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As Linux does with a tensor of 2 GiB."""
+    config = LlamaConfig(**WIDE)
+    path = write_gguf(tmp_path / "tiny.gguf", save_model(tmp_path / "folder", config), config)
+    right = logits_of(model_of(path, None))
+    read = os.preadv
+
+    def little(fd: int, into: list[memoryview], at: int) -> int:
+        return read(fd, [each[:1000] for each in into], at)
+
+    monkeypatch.setattr(os, "preadv", little)
+    assert torch.equal(logits_of(model_of(path, None)), right)
+
+
 def test_without_a_place_for_it_the_model_loads_and_says_so_once(tmp_path: Path) -> None:
     config = LlamaConfig(**WIDE)
     path = write_gguf(tmp_path / "tiny.gguf", save_model(tmp_path / "folder", config), config)
