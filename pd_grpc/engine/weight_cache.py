@@ -46,11 +46,13 @@ class WeightCache:
 
     def find(self, key: str) -> Path | None:
         """The file of an entry, verified; None when there is none. NotCached when the folder is not
-        ours alone, or cannot be read."""
+        ours alone, or cannot be read. It need not be writable for an entry to be found."""
         with self._usable():
             for path in sorted(self._folder.glob(f"{key}-*{_ENDING}")):
                 if self._sound(path):
-                    os.utime(path)
+                    # On a disk that cannot be written to nothing is removed for its age either.
+                    with contextlib.suppress(OSError):
+                        os.utime(path)
                     return path
                 path.unlink(missing_ok=True)
         return None
@@ -100,6 +102,8 @@ class WeightCache:
     @contextlib.contextmanager
     def _usable(self) -> Iterator[None]:
         try:
+            if str(self._folder).startswith("~"):
+                raise NotCached(f"{self._folder}: there is no such home directory")
             self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             found = self._folder.stat()
             if found.st_uid != os.geteuid() or found.st_mode & _OTHERS:
@@ -161,10 +165,13 @@ def weight_cache(where: str, most_gib: float) -> WeightCache | None:
     """The cache that the settings `weight_cache` and `weight_cache_gib` mean; None for `off`."""
     if where == "off":
         return None
-    folder = Path(where).expanduser()
+    folder = Path(where)
     if where == "auto":
         base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-        folder = Path(base).expanduser() / "pd-grpc" / "weights"
+        folder = Path(base) / "pd-grpc" / "weights"
+    # A user whom the system does not know has no home, as in many a container.
+    with contextlib.suppress(RuntimeError):
+        folder = folder.expanduser()
     return WeightCache(folder, int(most_gib * (1 << 30)))
 
 

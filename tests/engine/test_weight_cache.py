@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import signal
@@ -314,6 +315,32 @@ def test_the_settings_say_where_it_is(tmp_path: Path, monkeypatch: pytest.Monkey
     assert find(tmp_path / "pd-grpc" / "weights") is not None
     named = weight_cache(str(tmp_path / "here"), 1.0)
     assert named is not None and named.find(KEY) is None
+
+
+@pytest.mark.parametrize("where", ["auto", "~there-is-no-such-user/cache"])
+def test_where_there_is_no_home_directory_nothing_is_cached(
+    where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", "~there-is-no-such-user")
+    cache = weight_cache(where, 1.0)
+    assert cache is not None
+
+    with pytest.raises(NotCached, match="no such home directory"):
+        cache.find(KEY)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_entry_is_found_where_nothing_can_be_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept = store(tmp_path)
+
+    def on_such_a_disk(*args: object) -> None:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+    monkeypatch.setattr(os, "utime", on_such_a_disk)
+    assert find(tmp_path) == kept
 
 
 def test_a_lock_is_what_tells_the_living_from_the_dead(tmp_path: Path) -> None:
