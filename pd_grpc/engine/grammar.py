@@ -249,7 +249,7 @@ class Grammars:
         try:
             return LLMatcher.grammar_from_json_schema(text, overrides=_JSON)
         except ValueError as error:
-            raise GrammarError(_first_line(str(error))) from error
+            raise GrammarError(_what_is_wrong(str(error))) from error
 
     def _tokens(self) -> LLTokenizer:
         with self._making:
@@ -264,6 +264,16 @@ class Grammars:
             self._live[wanted] = found
         if len(self._recent) > _KEPT_GRAMMARS:
             self._recent.popitem(last=False)
+
+
+def _what_is_wrong(said: str) -> str:
+    """With a schema that the library does not take for one, which it says of a place in the text
+    where that is no JSON."""
+    if " at line " in said:
+        return f"cannot be read as JSON: {_first_line(said)}"
+    if said.startswith("Expecting object schema"):
+        return "must be an object or true"
+    return _first_line(said)
 
 
 def _first_line(text: str) -> str:

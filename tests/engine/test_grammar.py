@@ -180,8 +180,16 @@ def test_a_token_that_is_not_in_the_mask_never_comes_out() -> None:
 
 
 BAD = {
-    "not JSON": (StructuredOutput(GrammarKind.JSON_SCHEMA, "{"), "EOF"),
-    "no schema": (schema([1]), "object schema"),
+    "not JSON": (
+        StructuredOutput(GrammarKind.JSON_SCHEMA, "a person"),
+        "cannot be read as JSON: expected value at line 1 column 1",
+    ),
+    "JSON that is cut off": (
+        StructuredOutput(GrammarKind.JSON_SCHEMA, "{"),
+        "cannot be read as JSON: EOF",
+    ),
+    "no schema": (schema([1]), "must be an object or true"),
+    "a schema that nothing follows": (schema(False), "must be an object or true"),
     "an unknown type": (schema({"type": "strin"}), "strin"),
     "what is not built": (schema({"type": "array", "uniqueItems": True}), "uniqueItems"),
     "leniency of its own": (
