@@ -8,7 +8,7 @@ from typing import Any
 from pd_grpc.client import Answer
 from pd_grpc.v1 import types_pb2
 
-_HEAD = f"{'token':>7}  {'logprob':>9}  likeliest"
+_HEAD = f"{'token':>7}  {'logprob':>9}"
 
 
 def as_objects(answer: Answer) -> list[dict[str, Any]]:
@@ -28,7 +28,8 @@ def as_lines(answers: Sequence[Answer]) -> Iterator[str]:
     number of its own."""
     margins = [f"[{number}] " for number in range(len(answers))] if len(answers) > 1 else [""]
     width = len(margins[-1])
-    yield " " * width + _HEAD
+    likeliest = any(position.top for answer in answers for position in answer.logprobs)
+    yield " " * width + _HEAD + ("  likeliest" if likeliest else "")
     for margin, answer in zip(margins, answers, strict=True):
         for position in answer.logprobs:
             cells = [_cell(each) for each in (position.chosen, *position.top)]

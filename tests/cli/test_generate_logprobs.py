@@ -64,7 +64,9 @@ async def test_each_token_has_a_line_and_an_object_with_what_the_client_is_told(
     flat = [[value for pair in row for value in pair] for row in meant]
     assert [cells(line) for line in lines] == [pytest.approx(row, abs=1e-4) for row in flat]
     # Without others beside it.
-    rows = [cells(line) for line in plain.removeprefix(f"{told.text}\n").splitlines()[1:]]
+    head, *lines = plain.removeprefix(f"{told.text}\n").splitlines()
+    assert head.split() == ["token", "logprob"]
+    rows = [cells(line) for line in lines]
     assert rows == [pytest.approx(row[:2], abs=1e-4) for row in flat]
 
 
@@ -74,7 +76,7 @@ async def test_of_several_answers_each_line_begins_with_the_number_of_its_own(fo
         shown = await generate(running, *flags)
         answer = json.loads(await generate(running, *flags, "--json"))
     head, *table = shown.splitlines()[-9:]
-    assert head.startswith("    ") and head.split() == ["token", "logprob", "likeliest"]
+    assert head.startswith("    ") and head.split() == ["token", "logprob"]
     numbers = [line.split()[0] for line in table]
     assert numbers == ["[0]"] * 4 + ["[1]"] * 4
     token_ids = [int(line.split()[1]) for line in table]
