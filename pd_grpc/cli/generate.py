@@ -166,7 +166,9 @@ def generate(
 def _schema(file: Path) -> str:
     try:
         return sys.stdin.read() if str(file) == "-" else file.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
+    except OSError as error:
+        refuse(f"--json-schema {file} cannot be read: {error.strerror}")
+    except UnicodeDecodeError as error:
         refuse(f"--json-schema {file} cannot be read: {error}")
 
 
