@@ -252,7 +252,8 @@ def calibrate(
         bool, typer.Option("--by-runs", help="Measure the serial row in place of reckoning it.")
     ] = False,
 ) -> None:
-    """Fit the one free parameter of the seed's step times to the serial row alone.
+    """Fit the one free parameter of the seed workload's step times (docs/prepare.md) to its row
+    zmq_serial.
 
     The constant FLOOR_MS in pd_grpc/bench/scope.py is what it prints.
     """
