@@ -115,6 +115,7 @@ class DecodeServer:
         """End everything now: calls, streams, threads. A step that runs is waited for."""
         self.changes.close()
         self.runtime.feed(Leaving())
+        self.runtime.grammar_check.leave()
         await self.control.stop(STOP_GRACE_S)
         await asyncio.to_thread(_stop, self.shards)
         await self.runtime.stop()

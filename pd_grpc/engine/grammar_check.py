@@ -74,10 +74,14 @@ class GrammarCheck:
             return Looked(Fault(Reason.ENGINE_ERROR, str(error)))
         return Looked(grammar=grammar) if wrong is None else Looked(bad_request([wrong]))
 
-    async def stop(self) -> None:
-        """End a trial, wait for what is under way here, and end the threads."""
+    def leave(self) -> None:
+        """The server leaves: a request that waits for the trial of a grammar hears so at once."""
         if self._trials is not None:
             self._trials.stop()
+
+    async def stop(self) -> None:
+        """Leave, wait for what is under way here, and end the threads."""
+        self.leave()
         for thread in (self._thread, self._of_output):
             await asyncio.to_thread(thread.shutdown, cancel_futures=True)
 

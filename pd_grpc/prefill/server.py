@@ -118,6 +118,7 @@ class PrefillServer:
         """End everything now: calls, streams, threads. Returns when every block is back."""
         self.changes.close()
         self.drain(0)
+        self.runtime.grammar_check.leave()
         await self.control.stop(LAST_WORDS_S)
         await self.runtime.leave()
         await asyncio.to_thread(self.bulk.stop)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import signal
 
 import psutil
@@ -16,21 +15,9 @@ from pd_grpc.engine.grammar_trial import Stopped, Trials
 from pd_grpc.engine.hf_tokenizer import HfTokenizer
 from pd_grpc.protocol.faults import Reason
 from pd_grpc.v1 import sampling_pb2
+from tests.engine.grammar_trials import HOSTILE, trials_under_way
 from tests.engine.torch_models import VOCAB, byte_tokenizer
 from tests.waiting import LIMIT_S, until
-
-PATTERNS = [{"type": "string", "pattern": f".*{i}.*"} for i in range(50)]
-HOSTILE = sampling_pb2.SamplingParams(
-    max_tokens=8,
-    structured_output=sampling_pb2.StructuredOutput(json_schema=json.dumps({"allOf": PATTERNS})),
-)
-"""A schema that takes minutes to compile."""
-
-
-def trials_under_way() -> list[psutil.Process]:
-    """Processes of this one that try a grammar."""
-    children = psutil.Process().children()
-    return [child for child in children if "pd_grpc.engine.grammar_trial" in child.cmdline()]
 
 
 async def test_a_check_that_stops_ends_the_trial_under_way() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+import signal
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -13,19 +14,29 @@ import grpc.aio
 import pytest
 
 from pd_grpc.blocks.pool import BlockPool, Holding
+from pd_grpc.decode import server as decode_server
 from pd_grpc.engine import grammar as grammar_module
 from pd_grpc.engine import grammar_trial
 from pd_grpc.engine.base import Engine
 from pd_grpc.engine.torch import TorchEngine
+from pd_grpc.prefill import server as prefill_server
 from pd_grpc.protocol import rpc
-from pd_grpc.protocol.config import EngineConfig
+from pd_grpc.protocol.config import DecodeConfig, EngineConfig, PrefillConfig
 from pd_grpc.protocol.faults import Code, Fault, Reason
 from pd_grpc.protocol.sampling import GrammarKind, Sampling, StructuredOutput
-from pd_grpc.v1 import inference_pb2, types_pb2
+from pd_grpc.v1 import (
+    inference_pb2,
+    inference_pb2_grpc,
+    prefill_pb2,
+    prefill_pb2_grpc,
+    types_pb2,
+)
 from tests.cluster import Cluster, cluster
+from tests.engine.grammar_trials import HOSTILE, trials_under_way
 from tests.engine.torch_models import CONFIGS, another_pool, load_tiny, save_model
 from tests.faults.test_f29_torch_preemption import preemptions
 from tests.system.asking import Reply, ask, request
+from tests.waiting import LIMIT_S, until
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -229,6 +240,55 @@ async def test_one_that_grows_too_complex_fails_alone(
     assert (fault.code, fault.reason) == (Code.INTERNAL, Reason.ENGINE_ERROR)
     assert "too many states" in fault.message
     assert crowded.essence == alone.essence
+
+
+def prefilled(channel: grpc.aio.Channel) -> Any:
+    """A call of P's whose grammar is hostile."""
+    message = prefill_pb2.PrefillRequest(
+        ref=types_pb2.TransferRef(transfer_id="t", attempt=1),
+        request_id="r",
+        token_ids=PROMPT,
+        sampling=HOSTILE,
+        decodes=[prefill_pb2.DecodeTarget(name="d", endpoint="127.0.0.1:1")],
+    )
+    return prefill_pb2_grpc.PrefillServiceStub(channel).Prefill(message, timeout=60)
+
+
+def generated(channel: grpc.aio.Channel) -> Any:
+    """The same of D's."""
+    prompt = inference_pb2.TokenIds(ids=PROMPT)
+    message = inference_pb2.GenerateRequest(token_ids=prompt, sampling=HOSTILE)
+    return inference_pb2_grpc.InferenceServiceStub(channel).Generate(message, timeout=60)
+
+
+@pytest.mark.parametrize("on_prefill", [True, False], ids=["P", "D"])
+async def test_who_waits_for_a_trial_hears_that_its_server_leaves(
+    load: Load, on_prefill: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # However slow the machine is, its word gets out.
+    monkeypatch.setattr(decode_server, "STOP_GRACE_S", LIMIT_S)
+    monkeypatch.setattr(prefill_server, "LAST_WORDS_S", LIMIT_S)
+    server: Any
+    if on_prefill:
+        config: Any = PrefillConfig(**TINY)
+        server = await prefill_server.start_prefill(config, load(config))
+    else:
+        config = DecodeConfig(**TINY)
+        server = await decode_server.start_decode(config, load(config))
+    async with grpc.aio.insecure_channel(server.endpoint) as channel:
+        call = prefilled(channel) if on_prefill else generated(channel)
+        reading = asyncio.create_task(call.read())
+        await until(lambda: bool(trials_under_way()))
+        (trial,) = trials_under_way()
+        # Of itself it ends no more.
+        trial.send_signal(signal.SIGSTOP)
+        await server.stop()
+        with pytest.raises(grpc.aio.AioRpcError) as refused:
+            await reading
+    fault = rpc.read_error(refused.value)
+    assert isinstance(fault, Fault) and fault.reason is Reason.DRAINING, fault
+    server.pool.check()
+    assert server.pool.free == server.pool.total
 
 
 @pytest.mark.model
