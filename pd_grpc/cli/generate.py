@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -126,7 +127,7 @@ def generate(
     if regex is not None:
         options["regex"] = regex
     if cache_salt:
-        options["cache_salt"] = cache_salt.encode()
+        options["cache_salt"] = os.fsencode(cache_salt)
     if not text:
         refuse("the prompt is empty")
     prompt: dict[str, Any] = {"text": text} if raw else {"messages": [("user", text)]}
@@ -165,7 +166,8 @@ def generate(
 
 def _schema(file: Path) -> str:
     try:
-        return sys.stdin.read() if str(file) == "-" else file.read_text(encoding="utf-8")
+        with open(0 if str(file) == "-" else file, encoding="utf-8") as given:
+            return given.read()
     except OSError as error:
         refuse(f"--json-schema {file} cannot be read: {error.strerror}")
     except UnicodeDecodeError as error:

@@ -165,6 +165,7 @@ def test_several_answers_stand_below_each_other_by_their_numbers(cluster: LocalC
         (["--deadline", "nan"], 2, "--deadline must be above 0 and at most 1000000000 seconds"),
         (["--deadline", "0"], 2, "--deadline must be above 0 and at most 1000000000 seconds"),
         (["--stop", "\udcff"], 2, "--stop must be text that UTF-8 can carry"),
+        (["--cache-salt", "\udcff" * 65], 1, "BAD_REQUEST: scope.cache_salt: "),
         (["--max-tokens", "many"], 2, "--max-tokens"),
         (["--top-logprobs", "21"], 2, "--top-logprobs"),
         (["--logprobs"], 1, "UNIMPLEMENTED FEATURE: "),
@@ -180,6 +181,14 @@ def test_generate_says_what_is_wrong(
     assert result.returncode == status, result.stderr
     assert says in result.stderr
     assert "Traceback" not in result.stderr and result.stdout == ""
+
+
+def test_a_schema_from_a_standard_input_that_is_closed_is_refused_in_one_line() -> None:
+    flags = ["--endpoint", "127.0.0.1:1", "--json-schema", "-"]
+    closed = ["sh", "-c", 'exec "$@" <&-', "sh", *COMMAND, "generate", "hi", *flags]
+    result = subprocess.run(closed, capture_output=True, text=True, timeout=150)
+    assert result.returncode == 2
+    assert re.fullmatch("--json-schema - cannot be read: .*\n", result.stderr)
 
 
 @pytest.mark.parametrize(
