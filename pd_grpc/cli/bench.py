@@ -4,6 +4,7 @@ they are compared with."""
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -14,6 +15,7 @@ from rich.table import Table
 
 from pd_grpc.cli.console import EXIT_FAILED, EXIT_USAGE, progress, refuse, say_error, stdout
 from pd_grpc.cli.up import DtypeName
+from pd_grpc.servers.onednn import bound_primitives
 
 if TYPE_CHECKING:
     from pd_grpc.bench.scope import Scope
@@ -215,6 +217,8 @@ def engine(
     scope = replace(scope, model=model, dtype=dtype.value, threads=threads)
     if rounds is not None:
         scope = replace(scope, rounds=rounds)
+    # As servers have it. What follows is the first to use torch.
+    bound_primitives(os.environ)
     carry_out("engine", lambda tell: bench_engine(scope, tell), json_file, FIGURES, faults_of)
 
 

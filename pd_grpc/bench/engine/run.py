@@ -29,6 +29,7 @@ from pd_grpc.engine.base import Engine
 from pd_grpc.engine.load import load_engine
 from pd_grpc.engine.model_error import ModelError
 from pd_grpc.protocol.config import EngineConfig
+from pd_grpc.servers.onednn import CAPACITIES
 
 if TYPE_CHECKING:
     from pd_grpc.engine.plain_generate import PlainGenerate
@@ -107,6 +108,7 @@ async def bench_engine(scope: EngineScope, tell: Tell) -> Report:
             "chunk_tokens": config.chunk_tokens,
             "prefill_batch": config.prefill_batch,
             "block_size": config.block_size,
+            **{name: os.environ.get(name, "") for name in CAPACITIES},
         },
         "scope": asdict(scope),
         "intervals": METHOD,
