@@ -14,7 +14,6 @@ import pytest
 
 from pd_grpc.engine.base import PrefillChunk, Sampled
 from pd_grpc.engine.sim import SimEngine
-from pd_grpc.transport.shm import copying
 from pd_grpc.v1 import prefill_pb2_grpc
 from tests.prefill.cluster import request_to, running
 from tests.servers.processes import SIM, ready, server
@@ -22,8 +21,7 @@ from tests.waiting import until
 
 IN_PREPARATION = 256
 MOST_BYTES = 64 << 10
-MOST_THREADS = 12 + copying.MOST_THREADS
-"""Those that copy for shm are there from the start."""
+MOST_THREADS = 12
 # Tracing memory makes every side slow; no lease is to end meanwhile.
 PATIENT: dict[str, Any] = {"heartbeat_s": 20.0, "lease_s": 60.0}
 PROMPT = 64

@@ -44,7 +44,8 @@ class Copying:
 
 class Copier:
     """Copies by up to `MOST_THREADS` threads, as many as there are cores and the system has to
-    give; without any it is the loop that copies. To be used on one loop.
+    give; without any it is the loop that copies. They are there from the first slab on. To be used
+    on one loop.
 
     Which part is next, and which slab is over, its queue says; here are the threads and the lock.
     Whoever has copied a part lets go of the views of it before it says so.
@@ -54,11 +55,8 @@ class Copier:
         self._lock = Lock()
         self._queue = CopyQueue()
         self._under_way: dict[Job, Copying] = {}
-        cores = sorted(os.sched_getaffinity(0))
-        count = min(len(cores), MOST_THREADS)
-        made = (_thread(set(cores[i::count])) for i in range(count))
-        self._threads = [thread for thread in made if thread is not None]
-        self._asleep = list(self._threads)
+        self._threads: list[ThreadPoolExecutor] | None = None
+        self._asleep: list[ThreadPoolExecutor] = []
 
     def start(self, owner: Hashable, each: Iterable[Copy]) -> Copying:
         """Have a slab copied, after those that `owner` has started before. Where no thread is at
@@ -69,6 +67,9 @@ class Copier:
         if job.over:
             copying.over.set_result(None)
             return copying
+        if self._threads is None:
+            self._threads = _threads()
+            self._asleep = list(self._threads)
         self._under_way[job] = copying
         with self._lock:
             helps = len(self._asleep) == len(self._threads)
@@ -96,7 +97,7 @@ class Copier:
 
     def close(self) -> None:
         """End the threads. Nothing is being copied."""
-        for thread in self._threads:
+        for thread in self._threads or ():
             thread.shutdown()
 
     def _work(self, thread: ThreadPoolExecutor) -> None:
@@ -136,6 +137,14 @@ class Copier:
             copying.over.set_result(None)
         else:
             copying.over.set_exception(job.error)
+
+
+def _threads() -> list[ThreadPoolExecutor]:
+    """Each keeps to cores of its own."""
+    cores = sorted(os.sched_getaffinity(0))
+    count = min(len(cores), MOST_THREADS)
+    made = (_thread(set(cores[i::count])) for i in range(count))
+    return [thread for thread in made if thread is not None]
 
 
 def _thread(cores: set[int]) -> ThreadPoolExecutor | None:
