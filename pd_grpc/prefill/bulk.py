@@ -107,9 +107,12 @@ class BulkSender:
         transfer = strands.get(action.strand)
         if transfer is None:
             transport = self._ranks[action.sender][plain_transport(action.open.transport)]
-            slab_bytes = transport.slab_bytes(self._chunk_bytes)
             sender = TransferSender(
-                self._layout, action.plan, self._chunk_bytes, action.progress_s, slab_bytes
+                self._layout,
+                action.plan,
+                transport.least_bytes(self._chunk_bytes),
+                action.progress_s,
+                transport.slab_bytes(self._chunk_bytes),
             )
             transfer = strands[action.strand] = _Transfer(
                 action.key,

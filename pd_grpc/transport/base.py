@@ -128,8 +128,13 @@ class SendTransport(ABC):
     ) -> SendStream:
         """Begin a stream to the shard at `endpoint`; at once, what follows is heard."""
 
+    def least_bytes(self, chunk_bytes: int) -> int:
+        """The smallest slab worth being sent while more of a pass is to come, where one of
+        `chunk_bytes` was asked for."""
+        return chunk_bytes
+
     def slab_bytes(self, chunk_bytes: int) -> int:
-        """The largest slab worth a chunk, where one of `chunk_bytes` is worth being sent."""
+        """The largest slab worth a chunk, where one of `chunk_bytes` was asked for."""
         return chunk_bytes
 
     async def reach(  # noqa: B027 - what goes wherever gRPC goes has nothing to prove

@@ -14,6 +14,7 @@ from pd_grpc.prefill import events as ev
 from tests.prefill.cluster import request_to, running
 
 TOKENS, CHUNK_BYTES = 128, 4096
+PASSES = 2
 LONG_S = 10.0
 """Beyond that a layer will not leave before the next one is computed."""
 
@@ -84,3 +85,25 @@ async def test_no_layer_waits_for_the_next_one(chunk_tokens: int) -> None:
         assert (prefill.fault, generate.fault) == (None, None)
         assert engine.in_vain == []
         assert engine.acked_bytes == engine.kv_bytes
+
+
+async def test_over_shm_the_layers_of_a_pass_that_are_soon_copied_go_together() -> None:
+    """Each slab costs either end processor time, and copying so little makes nobody wait."""
+    shape: dict[str, Any] = {"sim_layers": 4, "sim_heads": 4, "sim_head_dim": 16}
+    settings = {**shape, "transports": ("shm",)}
+    acked: list[int] = []
+
+    def heard(event: ev.Event, _: float) -> None:
+        if isinstance(event, ev.KvAcked):
+            acked.append(event.acked_bytes)
+
+    async with running() as cluster:
+        p = await cluster.prefill(
+            chunk_tokens=TOKENS // PASSES, chunk_bytes=CHUNK_BYTES, sim_time_scale=5.0, **settings
+        )
+        d = await cluster.decode(**settings)
+        p.runtime.event_listeners.append(heard)
+        prefill, generate = await cluster.run(p, d, request_to(d, tokens=TOKENS))
+        assert (prefill.fault, generate.fault) == (None, None)
+        assert acked[-1] == TOKENS // d.engine.layout.block_size * d.engine.layout.block_bytes
+        assert len(acked) <= PASSES
